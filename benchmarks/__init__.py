@@ -1,1 +1,2 @@
-"""What the documents of the project show: one script per subject, `python -m benchmarks.NAME`, and its results as JSON."""
+"""What the documents of the project show: one script per subject, `python -m benchmarks.NAME`, and its results as
+JSON."""

@@ -1,7 +1,7 @@
 """A prompt and the steps after it, by this engine and by `transformers`, in one run and with the same weights.
 
-Both take turns, so that neither has a quieter machine, with a pause before each turn. `transformers` runs in a Python of its own
-(`transformers_process.py`), with as many threads as the machine has processors.
+Both take turns, so that neither has a quieter machine, with a pause before each turn. `transformers` runs in a Python
+of its own (`transformers_process.py`), with as many threads as the machine has processors.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ WARM = 2
 class Comparison:
     """What both run: a prompt of `tokens`, then `steps` greedy steps, `rounds` times after one that does not count.
 
-    model: 'needle', a model folder or hub id, or a shape of `SHAPES`, which gets random weights. dtype: of weights and cache. policies:
-    decode policies of ours; dense among them is what `transformers` does. python: the interpreter that has torch and transformers.
+    model: 'needle', a model folder or hub id, or a shape of `SHAPES`, which gets random weights. dtype: of weights and
+    cache. policies: decode policies of ours; dense among them is what `transformers` does. python: the interpreter that
+    has torch and transformers.
     """
 
     model: str
@@ -64,9 +65,9 @@ class Comparison:
 def comparison_rows(plan: Comparison, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for the prompt and a row for a step, of `transformers` and of this engine, by policy. Medians in seconds.
 
-    error: L2 distance of the logits after the prompt from those of `transformers`, relative to their norm. same_tokens: how many of the
-    tokens after the prompt are equal up to the first that differs; of `steps + WARM + 1`. Raises RuntimeError if
-    `transformers` cannot run, and ValueError if JAX does not run on the CPU.
+    error: L2 distance of the logits after the prompt from those of `transformers`, relative to their norm. same_tokens:
+    how many of the tokens after the prompt are equal up to the first that differs; of `steps + WARM + 1`. Raises
+    RuntimeError if `transformers` cannot run, and ValueError if JAX does not run on the CPU.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(f"transformers runs on the CPU here, and JAX uses {jax.default_backend()}: set JAX_PLATFORMS=cpu to compare them")
@@ -95,7 +96,8 @@ def comparison_rows(plan: Comparison, say: Callable[[str], None] = lambda what: 
 
 
 def rows_of(named: dict[str, Any], rounds: list[dict[str, Any]], truth: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row of the prompt and one of a step, with `named` in both. The first round does not count. truth: a round of the other side."""
+    """A row of the prompt and one of a step, with `named` in both. The first round does not count. truth: a round of
+    the other side."""
     right, logits = (np.asarray(each["logits"], np.float64) for each in (truth, rounds[-1]))
     equal = np.cumprod(np.equal(truth["tokens"], rounds[-1]["tokens"]))
     checked = {"error": float(np.linalg.norm(logits - right) / np.linalg.norm(right)), "same_tokens": int(equal.sum())}
@@ -155,7 +157,8 @@ def _other(python: str, folder: Path, dtype: str, threads: int) -> contextlib.Ab
 
 @contextlib.contextmanager
 def other_process(python: str, script: str, *arguments: Any) -> Iterator[_Asked]:
-    """A process of a file beside this one, by another Python. It answers a line of JSON with versions, and one to each line."""
+    """A process of a file beside this one, by another Python. It answers a line of JSON with versions, and one to each
+    line."""
     command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -183,7 +186,8 @@ def transformers_command(
     ] = "",
     json_out: JsonOption = None,
 ) -> None:
-    """Time a prompt and the steps after it on the CPU, by kvjax and by transformers, with the same weights and in turns.
+    """Time a prompt and the steps after it on the CPU, by kvjax and by transformers, with the same weights and in
+    turns.
 
     transformers runs in a process of its own: PyTorch is not installed with kvjax.
     """

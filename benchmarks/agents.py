@@ -1,8 +1,9 @@
-"""Simulated agents, each with one session at a time, through the Python client. What they do follows the figures of a published trace.
+"""Simulated agents, each with one session at a time, through the Python client. What they do follows the figures of a
+published trace.
 
-Source: TraceLab (arXiv 2606.30560; tracelab.cs.washington.edu; github.com/uw-syfi/TraceLab): 4,265 sessions of coding agents with 357,161
-steps, collected from October 2025 to June 2026. `TRACE` names each figure. It gives percentiles, so each quantity is drawn from the
-log-normal distribution with this median and 90th percentile.
+Source: TraceLab (arXiv 2606.30560; tracelab.cs.washington.edu; github.com/uw-syfi/TraceLab): 4,265 sessions of coding
+agents with 357,161 steps, collected from October 2025 to June 2026. `TRACE` names each figure. It gives percentiles, so
+each quantity is drawn from the log-normal distribution with this median and 90th percentile.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Spread:
 class Trace:
     """Figures of the trace.
 
-    tool_s: latency of a tool call, in seconds. human_s: wait for the next message of the user. tool_steps: share of steps that a tool's
-    result starts; the others follow a message of the user. append: new tokens of a step (Claude, prefixes of 64K to 128K tokens; the trace
-    counts the model's replayed output among them). output: tokens that a step generates. Its mean in the trace is 523 (186.9M tokens in
-    357,161 steps). We found no percentiles, so its spread is ASSUMED to be that of `append`, around this mean.
+    tool_s: latency of a tool call, in seconds. human_s: wait for the next message of the user. tool_steps: share of
+    steps that a tool's result starts; the others follow a message of the user. append: new tokens of a step (Claude,
+    prefixes of 64K to 128K tokens; the trace counts the model's replayed output among them). output: tokens that a step
+    generates. Its mean in the trace is 523 (186.9M tokens in 357,161 steps). We found no percentiles, so its spread is
+    ASSUMED to be that of `append`, around this mean.
     """
 
     tool_s: Spread = Spread(0.3, 13.6)
@@ -60,10 +62,11 @@ TRACE = Trace()
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one agent does. times: factor of all waits. longest_wait_s: of waits after that. tokens: factor of all numbers of tokens.
-    history: the longest history; an agent that would exceed it closes its session and begins another. vocab_size: tokens are random.
-    repeat_s: after so many seconds an agent draws the same turns and waits once more, so that each bucket of a run has the same work, and
-    its latencies do not differ because other turns were drawn. Its session goes on."""
+    """What one agent does. times: factor of all waits. longest_wait_s: of waits after that. tokens: factor of all
+    numbers of tokens. history: the longest history; an agent that would exceed it closes its session and begins
+    another. vocab_size: tokens are random. repeat_s: after so many seconds an agent draws the same turns and waits once
+    more, so that each bucket of a run has the same work, and its latencies do not differ because other turns were
+    drawn. Its session goes on."""
 
     times: float
     longest_wait_s: float
@@ -98,8 +101,9 @@ def token_count(work: Work, spread: Spread, random: np.random.Generator) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One append and one generation. at: when it began, in seconds of `time.monotonic`. first_s: to the first token, seconds_: to the last,
-    both from the beginning of the append. gaps: between tokens, as the client gets them. The tokens of one message come together."""
+    """One append and one generation. at: when it began, in seconds of `time.monotonic`. first_s: to the first token,
+    seconds_: to the last, both from the beginning of the append. gaps: between tokens, as the client gets them. The
+    tokens of one message come together."""
 
     at: float
     first_s: float
@@ -115,9 +119,10 @@ class Turn:
 
 
 class Agent(threading.Thread):
-    """One agent, until `stop` is set. turns, errors: what happened. sessions: how many it began. tokens: of its session's history, at least
-    as many as the server holds (what a call may add counts before the call); 0 for none. It prefills the history that it begins with, and
-    then waits at `start`, so that it is in the middle of its session when the clock starts."""
+    """One agent, until `stop` is set. turns, errors: what happened. sessions: how many it began. tokens: of its
+    session's history, at least as many as the server holds (what a call may add counts before the call); 0 for none. It
+    prefills the history that it begins with, and then waits at `start`, so that it is in the middle of its session when
+    the clock starts."""
 
     def __init__(self, number: int, address: str, work: Work, start: threading.Barrier, stop: threading.Event):
         super().__init__(name=f"agent {number}", daemon=True)
@@ -137,7 +142,8 @@ class Agent(threading.Thread):
         self._changes.append((time.monotonic(), count))
 
     def most_tokens(self, since: float) -> int:
-        """The most tokens since a time of `time.monotonic`: a session may begin and end between two looks. Forgets what was before."""
+        """The most tokens since a time of `time.monotonic`: a session may begin and end between two looks. Forgets what
+        was before."""
         while len(self._changes) > 1 and self._changes[1][0] <= since:
             self._changes.popleft()
         return max(count for _, count in tuple(self._changes))
@@ -192,8 +198,8 @@ class Agent(threading.Thread):
 
 
 def run_agents(count: int, address: str, work: Work, seconds: float, poll: Callable[[list[Agent]], Any]) -> list[Agent]:
-    """Let `count` agents work for so long. poll: called with them at the beginning, about once a second, and at the end. RuntimeError if an
-    agent does not end, or failed."""
+    """Let `count` agents work for so long. poll: called with them at the beginning, about once a second, and at the
+    end. RuntimeError if an agent does not end, or failed."""
     start, stop, until = threading.Barrier(count + 1), threading.Event(), time.monotonic() + LONGEST_START_S
     agents = [Agent(number, address, work, start, stop) for number in range(count)]
     for agent in agents:

@@ -1,8 +1,9 @@
 """`python -m benchmarks.block_mass`: block_mass beside flash_attention, the last chunk of a prompt over all its tokens.
 
-A name is `shape/queries-of-tokens/counted`, as in `qwen2.5-7b/8k-of-128k/all`: the number of queries of the chunk, the number of tokens of
-the sequence, and which of the queries count: all (H2O), or a number of the last ones (SnapKV). A row has both ops on the same inputs.
-block_mass does half of the multiplications of flash_attention, so at the same rate it takes half the time.
+A name is `shape/queries-of-tokens/counted`, as in `qwen2.5-7b/8k-of-128k/all`: the number of queries of the chunk, the
+number of tokens of the sequence, and which of the queries count: all (H2O), or a number of the last ones (SnapKV). A
+row has both ops on the same inputs. block_mass does half of the multiplications of flash_attention, so at the same rate
+it takes half the time.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def all_cases() -> list[Case]:
 
 
 def matching(patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern
+    without a case."""
     cases = all_cases()
     for pattern in patterns:
         if not fnmatch.filter([case.name for case in cases], pattern):
@@ -106,7 +108,8 @@ def make_inputs(case: Case) -> tuple[Array, ...]:
 def streamed_mass(
     q: Float[Array, "T D"], keys: Float[Array, "S D"], start: Array, first_query: Array, *, block_size: int, sm_scale: float
 ) -> Float[Array, "nb"]:
-    """Mass of one head's blocks in float32, with an LSE computed here: two passes over spans of the keys, which lie in order.
+    """Mass of one head's blocks in float32, with an LSE computed here: two passes over spans of the keys, which lie in
+    order.
 
     Written independently of the ops that it checks. S is a multiple of the span.
     """

@@ -1,14 +1,17 @@
-"""Counts how often a cascade provably lists what the oracle would list, from error bounds of the codes by which it chooses.
+"""Counts how often a cascade provably lists what the oracle would list, from error bounds of the codes by which it
+chooses.
 
     python -m benchmarks.certificates --policies cascade:4,cascade:4/all+8bit --length 6k --json FILE
 
-The oracle of a cascade chooses by the cache's own keys among all distant blocks (`cascade:K/all+cache`). A cascade knows less: of the
-blocks of its shortlist the keys in few bits, of all others their bounds. From these follows, for each query head and block, an interval in
-which the log-sum-exp of the exact logits lies. A list is certified if no exact logits within these intervals give another list.
+The oracle of a cascade chooses by the cache's own keys among all distant blocks (`cascade:K/all+cache`). A cascade
+knows less: of the blocks of its shortlist the keys in few bits, of all others their bounds. From these follows, for
+each query head and block, an interval in which the log-sum-exp of the exact logits lies. A list is certified if no
+exact logits within these intervals give another list.
 
-Two error bounds of a logit are tried, each for all keys of a block. "levels": the index alone says by how much a key can differ in each
-channel (`pallas_kernels.selection.page_index.code_errors`). "norms": by Cauchy and Schwarz, the norm of the query times the largest norm of
-what the codes of the block's keys leave out. The index does not hold that norm, 4 bytes per block; here it is computed from the cache.
+Two error bounds of a logit are tried, each for all keys of a block. "levels": the index alone says by how much a key
+can differ in each channel (`pallas_kernels.selection.page_index.code_errors`). "norms": by Cauchy and Schwarz, the norm
+of the query times the largest norm of what the codes of the block's keys leave out. The index does not hold that norm,
+4 bytes per block; here it is computed from the cache.
 """
 
 from __future__ import annotations
@@ -49,9 +52,10 @@ BOUNDS = ("levels", "norms")
 class Certified:
     """What is known of the lists of one layer in one step of one token, per KV head.
 
-    kept: the distant blocks of the list. choosing: there are more distant blocks than the budget. equal: the list is the oracle's. chosen:
-    it is what the cache's own keys choose from the same shortlist. certified: by error bound, whether the list is provably the oracle's.
-    choice: by error bound, whether it is provably what those keys choose from the shortlist.
+    kept: the distant blocks of the list. choosing: there are more distant blocks than the budget. equal: the list is
+    the oracle's. chosen: it is what the cache's own keys choose from the same shortlist. certified: by error bound,
+    whether the list is provably the oracle's. choice: by error bound, whether it is provably what those keys choose
+    from the shortlist.
     """
 
     kept: Bool[Array, "B K C"]
@@ -73,15 +77,17 @@ def oracle_of(policy: Cascade) -> Cascade:
 
 
 def declared_for(policy: Cascade) -> Cascade:
-    """The policy that an engine has to declare so that lists of this one can be certified: it builds the indexes in every layer."""
+    """The policy that an engine has to declare so that lists of this one can be certified: it builds the indexes in
+    every layer."""
     return dataclasses.replace(policy, every=1)
 
 
 def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx: SelectContext) -> Certified:
     """Whether the lists of a layer in a step of one token are the oracle's, and whether that is proved.
 
-    Where the cache packs keys, the exact keys are the packed ones, as the oracle reads them. Memory: float32 copies of the keys of all
-    pages of the tables. ValueError for another policy than `can_certify`, several tokens, latents, and a mesh.
+    Where the cache packs keys, the exact keys are the packed ones, as the oracle reads them. Memory: float32 copies of
+    the keys of all pages of the tables. ValueError for another policy than `can_certify`, several tokens, latents, and
+    a mesh.
     """
     _check(policy, query, layer, ctx)
     per_page = ctx.page_size // policy.block_size
@@ -128,11 +134,12 @@ def provably_best(
     among: Bool[Array, "B K C"],
     k: int,
 ) -> Bool[Array, "B K"]:
-    """Whether the kept blocks, at most k, get more attention than all others of `among`, summed over the heads of a KV head, wherever each
-    block's log-sum-exp lies between low and high, and that of sink and local keys between the two of `near`.
+    """Whether the kept blocks, at most k, get more attention than all others of `among`, summed over the heads of a KV
+    head, wherever each block's log-sum-exp lies between low and high, and that of sink and local keys between the two
+    of `near`.
 
-    Attention is exp(lse - total). Nothing is assumed of how the totals of the heads go with the blocks: a kept block must win against each
-    other one for all totals that there can be.
+    Attention is exp(lse - total). Nothing is assumed of how the totals of the heads go with the blocks: a kept block
+    must win against each other one for all totals that there can be.
     """
     low, high = (jnp.where(among[:, :, None], each, -jnp.inf) for each in (low, high))
     least, most = (
@@ -150,7 +157,8 @@ def provably_best(
 
 
 class _Codes:
-    """Blocks as a cascade knows them: the log-sum-exp of the logits of the keys that it reads, error bounds, and what bounds say."""
+    """Blocks as a cascade knows them: the log-sum-exp of the logits of the keys that it reads, error bounds, and what
+    bounds say."""
 
     def __init__(self, policy: Cascade, query: Array, keys: Float32[Array, "B K C bs D"], layer: PagedKV, ctx: SelectContext):
         self._query = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3]).astype(jnp.float32)
@@ -215,7 +223,8 @@ def _largest_terms(query: Float32[Array, "B K G D"], numbers: Float32[Array, "B 
 def _lse(
     query: Float32[Array, "B K G D"], keys: Float32[Array, "B K C bs D"], sm_scale: Scale, seen: Array | None = None
 ) -> tuple[Array, Array]:
-    """The log-sum-exp of each block's logits, and by how much it can be off because it is computed in float32. seen: which keys count."""
+    """The log-sum-exp of each block's logits, and by how much it can be off because it is computed in float32. seen:
+    which keys count."""
     logits = scaled(jnp.einsum("bkgd,bkcsd->bkgcs", query, keys, precision="highest"), sm_scale)
     logits = logits if seen is None else jnp.where(seen, logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -223,13 +232,14 @@ def _lse(
 
 
 def _scaled_terms(terms: Float32[Array, "B K G C"], sm_scale: Scale) -> Float32[Array, "B K G C"]:
-    """What rounds in logits of products whose terms add up to `terms`: they, and the numbers of a soft-cap, which rounds, too."""
+    """What rounds in logits of products whose terms add up to `terms`: they, and the numbers of a soft-cap, which
+    rounds, too."""
     return terms * factor_of(sm_scale) + (sm_scale.cap if isinstance(sm_scale, SoftCap) else 0.0)
 
 
 def _slack(terms: Array, found: Array, head_dim: int) -> Array:
-    """Rounding errors of dot products of `head_dim` terms whose sizes add up to `terms`, and of a log-sum-exp of them; twice, because the
-    oracle computes in float32, too."""
+    """Rounding errors of dot products of `head_dim` terms whose sizes add up to `terms`, and of a log-sum-exp of them;
+    twice, because the oracle computes in float32, too."""
     return 2**-22 * (head_dim + 8) * terms + 2**-18 * (1 + jnp.where(jnp.isfinite(found), jnp.abs(found), 0.0))
 
 
@@ -283,8 +293,9 @@ def count_certified(
 ) -> dict[str, Any]:
     """How many of a cascade's lists are the oracle's, and how many provably so, while it is fed the continuations.
 
-    sequences: prefilled; forks of them are decoded. continuations: one per sequence, of one length. Returns counts over all steps, layers
-    and KV heads that had a choice: lists, equal, chosen, and for each error bound certified and choice (`Certified`).
+    sequences: prefilled; forks of them are decoded. continuations: one per sequence, of one length. Returns counts over
+    all steps, layers and KV heads that had a choice: lists, equal, chosen, and for each error bound certified and
+    choice (`Certified`).
     """
     heard: list[Certified] = []
     watched = _Watched(heard.append, policy)
@@ -313,7 +324,8 @@ LISTS_COLUMNS += ("as exact keys choose from the shortlist", "provably, by level
 
 
 def lists_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns, and a row per length and cascade: how many of its lists are the oracle's. No rows where none was counted."""
+    """Columns, and a row per length and cascade: how many of its lists are the oracle's. No rows where none was
+    counted."""
     rows = []
     for row in figures["forced"]:
         if counts := row.get("lists"):

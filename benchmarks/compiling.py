@@ -31,8 +31,8 @@ PARTS = {
 
 
 class Compiled:
-    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: number of programs of each function. compile_s:
-    seconds that the compiler took for each function."""
+    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: number of programs of each
+    function. compile_s: seconds that the compiler took for each function."""
 
     def __init__(self):
         self.seconds = dict.fromkeys(PARTS.values(), 0.0)
@@ -69,7 +69,8 @@ class Compiled:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Compiled]:
-    """Count what is compiled in the `with` block. Programs compiled before are dropped, and the compilation cache is off in the block."""
+    """Count what is compiled in the `with` block. Programs compiled before are dropped, and the compilation cache is
+    off in the block."""
     heard, cached = Compiled(), jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     jax.clear_caches()
@@ -84,12 +85,13 @@ def listening() -> Iterator[Compiled]:
 def cold_row(
     shape: str, config: ModelConfig, *, prompt: int, computed: int, chunk: int, prefill: str, policy: str, answer: int = 2
 ) -> dict[str, Any]:
-    """A row of a process's first request, `prompt` tokens and `answer` tokens after it: seconds of tracing, lowering and compiling.
+    """A row of a process's first request, `prompt` tokens and `answer` tokens after it: seconds of tracing, lowering
+    and compiling.
 
-    wall_s, warm_s: seconds of the request, and of the same request again. The difference is how long the request waited for programs; some
-    are compiled in another thread, while the device computes. computed: tokens at the end of the prompt that are computed. The tokens
-    before are skipped, because they would run the same programs. ValueError if the number of skipped tokens is negative or no multiple of
-    the chunk.
+    wall_s, warm_s: seconds of the request, and of the same request again. The difference is how long the request waited
+    for programs; some are compiled in another thread, while the device computes. computed: tokens at the end of the
+    prompt that are computed. The tokens before are skipped, because they would run the same programs. ValueError if the
+    number of skipped tokens is negative or no multiple of the chunk.
     """
     hollow = prompt - computed
     if hollow < 0:
@@ -116,7 +118,8 @@ def cold_row(
 def programs_row(
     shape: str, config: ModelConfig, *, lengths: Sequence[int], policies: Sequence[str], chunk: int, prefill: str, slots: int = 4
 ) -> dict[str, Any]:
-    """A row of what is compiled for a mixed job through one scheduler: a prompt of every length, with every policy, greedy and sampled."""
+    """A row of what is compiled for a mixed job through one scheduler: a prompt of every length, with every policy,
+    greedy and sampled."""
     answer = 4
     pages = (slots + 1) * (pages_of(max(lengths) + answer) + 1)
     sizes = {"pages": pages, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
@@ -159,8 +162,8 @@ def cold_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Measure the time that a first prompt spends on tracing, lowering and compiling without a compilation cache, and count the
-    programs."""
+    """Measure the time that a first prompt spends on tracing, lowering and compiling without a compilation cache, and
+    count the programs."""
     config = config_of_shape(shape, layers, dtype)
     sizes = {"prompt": prompt, "computed": computed, "chunk": chunk, "prefill": prefill, "policy": policy}
     run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])

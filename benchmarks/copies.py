@@ -20,13 +20,14 @@ Spans = list[tuple[float, float]]
 
 
 def traced_copy_rates(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Bytes per second of the copies "in" (host to device) and "out" alone, and of "both" at once, the sum of both ways.
+    """Bytes per second of the copies "in" (host to device) and "out" alone, and of "both" at once, the sum of both
+    ways.
 
-    A trace tells a copy's bytes and times, but not when it was slower. So a copy counts as alone only if none ran the other way from its
-    beginning to its end. "both" is of the times in which both ways ran, of copies that were beside such copies for at least `BESIDE` of
-    their time: a small copy beside a large one says nothing about the large one, and its own rate is mostly latency. In the rest of its
-    time, such a copy is taken to have the rate of those alone. What did not happen is left out, and so is everything if the trace does not
-    tell a copy's bytes.
+    A trace tells a copy's bytes and times, but not when it was slower. So a copy counts as alone only if none ran the
+    other way from its beginning to its end. "both" is of the times in which both ways ran, of copies that were beside
+    such copies for at least `BESIDE` of their time: a small copy beside a large one says nothing about the large one,
+    and its own rate is mostly latency. In the rest of its time, such a copy is taken to have the rate of those alone.
+    What did not happen is left out, and so is everything if the trace does not tell a copy's bytes.
     """
     copies = {
         way: [kernel for kernel in kernels if kernel.name.startswith(name) and kernel.end > kernel.start]
@@ -44,8 +45,9 @@ def traced_copy_rates(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def copy_sizes(kernels: Sequence[Kernel]) -> list[dict[str, float | str]]:
-    """A trace's copies by way and size: how many, their bytes, their seconds, and those in which a copy ran the other way. at_least: bytes,
-    a power of two; copies of up to twice as many are counted together. Empty if the trace does not tell a copy's bytes."""
+    """A trace's copies by way and size: how many, their bytes, their seconds, and those in which a copy ran the other
+    way. at_least: bytes, a power of two; copies of up to twice as many are counted together. Empty if the trace does
+    not tell a copy's bytes."""
     copies = {way: [each for each in kernels if each.name.startswith(name)] for way, name in (("in", IN), ("out", OUT))}
     if any(copy.size is None for each in copies.values() for copy in each):
         return []
@@ -63,7 +65,8 @@ def copy_sizes(kernels: Sequence[Kernel]) -> list[dict[str, float | str]]:
 
 
 def _both(alone: dict[str, float | None], copies: dict[str, list[Kernel]]) -> float | None:
-    """Bytes per second while both ways ran; None where that did not happen, or cannot be told. alone: the rate of each way alone."""
+    """Bytes per second while both ways ran; None where that did not happen, or cannot be told. alone: the rate of each
+    way alone."""
     kept: dict[str, list[Kernel]] = {}
     while kept != copies:  # leaving a copy out may leave another one without a copy beside it
         kept, copies = copies, {way: _beside(copies[way], copies[other]) for way, other in (("in", "out"), ("out", "in"))}

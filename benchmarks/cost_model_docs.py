@@ -1,4 +1,5 @@
-"""The tables of docs/cost-model.md, of the cost models inside the package. `python -m benchmarks.update_docs` writes them."""
+"""The tables of docs/cost-model.md, of the cost models inside the package. `python -m benchmarks.update_docs` writes
+them."""
 
 import json
 import re

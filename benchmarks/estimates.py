@@ -1,4 +1,5 @@
-"""What several policies of benchmarks/peers share: estimates of where queries attend, and the fewest blocks that hold a share of them."""
+"""What several policies of benchmarks/peers share: estimates of where queries attend, and the fewest blocks that hold a
+share of them."""
 
 from __future__ import annotations
 
@@ -77,8 +78,9 @@ def blocks_and_bands(
 
 
 def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], threshold: float) -> Int[Array, "*tiles S"]:
-    """The fewest candidates, best first and of equal ones the lower, that hold `threshold` of a row's worth together with all blocks that
-    are not candidates; then -1. A threshold of 1 lists every candidate, however their sum rounds."""
+    """The fewest candidates, best first and of equal ones the lower, that hold `threshold` of a row's worth together
+    with all blocks that are not candidates; then -1. A threshold of 1 lists every candidate, however their sum
+    rounds."""
     whole, beside = worth.sum(-1, keepdims=True), jnp.where(candidates, 0, worth).sum(-1, keepdims=True)
     best, ids = jax.lax.top_k(jnp.where(candidates, worth, -1.0), worth.shape[-1])
     before = jnp.cumsum(jnp.maximum(best, 0), axis=-1) - jnp.maximum(best, 0)
@@ -87,7 +89,8 @@ def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tile
 
 
 def fewest_that_hold(worth: Float[Array, "*rows S"], share: float) -> Bool[Array, "*rows S"]:
-    """The fewest entries of each row that hold `share` of its sum; of equal ones the lower. All entries for a share of 1."""
+    """The fewest entries of each row that hold `share` of its sum; of equal ones the lower. All entries for a share of
+    1."""
     best = ranked_until(worth, jnp.ones(worth.shape, bool), share)
     return jnp.put_along_axis(jnp.zeros((*worth.shape[:-1], worth.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
 

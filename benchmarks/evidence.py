@@ -1,7 +1,7 @@
 """The marked part of a document, from committed runs, and from files of `kvjax recall` and `kvjax needle`.
 
-`rendered` replaces the part between `<!-- evaluation:evidence -->` and `<!-- /evaluation -->`, or the part of another name; `overview`
-holds one table of all cells. Figures of another model than the embedded one say whose they are.
+`rendered` replaces the part between `<!-- evaluation:evidence -->` and `<!-- /evaluation -->`, or the part of another
+name; `overview` holds one table of all cells. Figures of another model than the embedded one say whose they are.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvjax.evaluation.report import controls, found_of, kinds_rows, not_counted,
 
 
 def evidence(runs: Sequence[dict[str, Any]]) -> str:
-    """The Markdown of all runs, one after the other: for each its tables, whether its control does not fail, what dense cannot, and its
-    source. Without runs it says so."""
+    """The Markdown of all runs, one after the other: for each its tables, whether its control does not fail, what dense
+    cannot, and its source. Without runs it says so."""
     return "\n\n".join(map(_made, runs)) or "*Not measured yet.*"
 
 
 def overview(runs: Sequence[dict[str, Any]]) -> str:
-    """One table of all cells of all runs: what dense finds, and for each policy the difference from dense, in points, with its 95%
-    interval. Where dense cannot, counts of the policies stand in brackets. Without runs it says so."""
+    """One table of all cells of all runs: what dense finds, and for each policy the difference from dense, in points,
+    with its 95% interval. Where dense cannot, counts of the policies stand in brackets. Without runs it says so."""
     if not runs:
         return "*Not measured yet.*"
     names = list(dict.fromkeys(row["policy"] for figures in runs for row in figures["retrieval"] if row["policy"] != "dense"))
@@ -84,8 +84,8 @@ def rendered(text: str, runs: Sequence[dict[str, Any]], part: str = "evidence") 
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The figures in `files`, sorted: runs first, those of most lengths before others, then fewest tasks and haystacks, then most forced
-    steps; then prompt recall and needles, by length."""
+    """The figures in `files`, sorted: runs first, those of most lengths before others, then fewest tasks and haystacks,
+    then most forced steps; then prompt recall and needles, by length."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
     return sorted(runs, key=_place)
 

@@ -3,8 +3,9 @@
     python -m benchmarks.exchange --json exchange.json
     python -m benchmarks.exchange '2/8x3584/*' 'tiny/*'
 
-A program adds `CHAIN` times, as a decode step does: each addition is followed by one elementwise kernel that makes the next parts from the
-sum. The same chain without exchanges is timed too. On GPUs the clock is that of the first one's trace.
+A program adds `CHAIN` times, as a decode step does: each addition is followed by one elementwise kernel that makes the
+next parts from the sum. The same chain without exchanges is timed too. On GPUs the clock is that of the first one's
+trace.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ AXIS, CHAIN = "tensor", 56
 DTYPE = jnp.bfloat16
 
 BY = ("all_reduce", "xla", "psum", "none")
-"""What adds: all_reduce by what dispatch picks, and by its "xla"; `jax.lax.psum`, then the residual; nothing, for the rest of the chain."""
+"""What adds: all_reduce by what dispatch picks, and by its "xla"; `jax.lax.psum`, then the residual; nothing, for the
+rest of the chain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +60,15 @@ class Skipped(Exception):
 
 
 def all_cases() -> list[Case]:
-    """Every case: rows of decode steps, of drafted tokens and of a chunk of prefill. Those of 128 columns are for tests."""
+    """Every case: rows of decode steps, of drafted tokens and of a chunk of prefill. Those of 128 columns are for
+    tests."""
     sizes = [(rows, width) for width in (3584, 8192) for rows in (1, 2, 4, 8, 32)] + [(2048, 3584), (2, 128)]
     return [Case(devices, *size, by) for devices in (2, 4, 8) for size in sizes for by in BY]
 
 
 def matching(patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern
+    without a case."""
     cases = all_cases()
     for pattern in patterns:
         if not fnmatch.filter([case.name for case in cases], pattern):
@@ -85,8 +89,8 @@ def adder(case: Case, mesh: Mesh) -> Callable[[Array, Array], Array]:
 
 
 def program(case: Case, mesh: Mesh, chain: int) -> Callable[[Array, Array, Array], Array]:
-    """A compiled function of the parts `[devices, R, E]`, factors `[devices, 1, E]`, and the residual: `chain` additions, each of the parts
-    that the factors make of the sum before; what every device has, `[devices, R, E]`."""
+    """A compiled function of the parts `[devices, R, E]`, factors `[devices, 1, E]`, and the residual: `chain`
+    additions, each of the parts that the factors make of the sum before; what every device has, `[devices, R, E]`."""
     add = adder(case, mesh)
 
     def device(part, factor, residual):
@@ -141,7 +145,8 @@ def _error(found: np.ndarray, parts: Array, _: Array, residual: Array) -> float:
 
 
 def run(cases: Sequence[Case], *, calls: int, json_out: Path | None, say: Callable[[str], Any]) -> list[dict[str, Any]]:
-    """Measure all cases, and write rows as they come. A case that raised has `failed`, one without its devices `skipped`."""
+    """Measure all cases, and write rows as they come. A case that raised has `failed`, one without its devices
+    `skipped`."""
     rows: list[dict[str, Any]] = []
     for case in cases:
         say(case.name)

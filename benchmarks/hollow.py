@@ -1,4 +1,5 @@
-"""An engine that skips the computation of prompts, and a decoder whose layers compute nothing. Benchmarks of the host's work use them."""
+"""An engine that skips the computation of prompts, and a decoder whose layers compute nothing. Benchmarks of the host's
+work use them."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ from pallas_kernels.selection.page_index import page_index
 
 
 class FakeEngine(Engine):
-    """An engine that does not compute the beginning of a prompt. The tokens there get pages, but nothing is written to these pages.
+    """An engine that does not compute the beginning of a prompt. The tokens there get pages, but nothing is written to
+    these pages.
 
-    hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk. None: no prompt is computed. It may be set
-    between prompts. Times do not depend on what pages hold, as long as the values vary (`fill_pages`). dispatch_s: seconds of each call of
-    a jitted decode step, and of the call that starts the copy of its results. release_s: seconds in which JAX released the arrays that each
-    step consumed. packed: the latest step's results for the host (`kvjax.engine.step_output.pack`). chunk_clock: `time.perf_counter()` when
-    the last slice of each computed chunk was launched.
+    hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk. None: no prompt is
+    computed. It may be set between prompts. Times do not depend on what pages hold, as long as the values vary
+    (`fill_pages`). dispatch_s: seconds of each call of a jitted decode step, and of the call that starts the copy of
+    its results. release_s: seconds in which JAX released the arrays that each step consumed. packed: the latest step's
+    results for the host (`kvjax.engine.step_output.pack`). chunk_clock: `time.perf_counter()` when the last slice of
+    each computed chunk was launched.
     """
 
     def __init__(self, *args: Any, hollow: int | None = None, **kwargs: Any):
@@ -55,7 +58,8 @@ class FakeEngine(Engine):
             self._pool.run(_filled, self._pool.layers[number], key, kept=functools.partial(_between, before, after))
 
     def hollow_sequence(self, tokens: int) -> CachedSequence:
-        """A sequence of so many tokens without prefill: its pages hold whatever they hold, and lie where prefill would leave them."""
+        """A sequence of so many tokens without prefill: its pages hold whatever they hold, and lie where prefill would
+        leave them."""
         sequence = self.new_sequence()
         self.reserve([sequence], tokens)
         for start in range(0, tokens, self.prefill_chunk):
@@ -80,7 +84,8 @@ class FakeEngine(Engine):
         return sum(frames.on_host for frames in self._pool.frames.values())
 
     def step(self, plan: StepPlan) -> StepResult:
-        """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and length."""
+        """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and
+        length."""
         if not any(self.hollow is None or chunk.sequence.length < self.hollow for chunk in plan.chunks):
             result = super().step(plan)
             self.chunk_clock += [time.perf_counter() for chunk in result.chunks if chunk is not None]
@@ -121,7 +126,8 @@ class FakeEngine(Engine):
 
 
 class PassingDecoder(TransformerDecoder):
-    """A decoder whose layers do nothing. Its step takes as many arrays as a real one, but almost no time on the device."""
+    """A decoder whose layers do nothing. Its step takes as many arrays as a real one, but almost no time on the
+    device."""
 
     def hidden(self, params: Any, tokens: jax.Array, positions: jax.Array, mix: Any, state: Any) -> tuple[jax.Array, Any]:
         """The embeddings, and an unchanged state with no list for any layer."""
@@ -131,7 +137,8 @@ class PassingDecoder(TransformerDecoder):
 
 @functools.lru_cache(maxsize=1)
 def passing_model(layers: int) -> CausalLM:
-    """A model with a `PassingDecoder`. It has as many arrays as a real model with this number of layers, all of them small."""
+    """A model with a `PassingDecoder`. It has as many arrays as a real model with this number of layers, all of them
+    small."""
     config = uniform_config(
         family="qwen2",
         vocab_size=512,
@@ -172,7 +179,8 @@ def _between(before: tuple, after: tuple, made: PagedKV) -> tuple[tuple, jax.Arr
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _filled(layer: PagedKV, key: jax.Array) -> PagedKV:
-    """A layer with random pages and indexes made of them, of the same kinds as before. A few pages at a time, in place. DONATES layer."""
+    """A layer with random pages and indexes made of them, of the same kinds as before. A few pages at a time, in place.
+    DONATES layer."""
     total = layer.pages.num_pages
     least = min(total, *(len(rows) for rows in layer.index.values()), 64)  # a hot buffer has frames, and no rows of an index
     piece = next(size for size in (64, 32, 16, 8, 4, 2, 1) if size <= least)

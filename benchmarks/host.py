@@ -1,8 +1,9 @@
 """The host's time for a decode step, with JAX's part listed apart.
 
-The model's layers do nothing (`PassingDecoder`), but have as many arrays as a real model's. Prompts are not computed, but their lengths and
-pages are set, so the host does all of its work in a step. Between steps, outside of the timed part, the host waits for the device, and then
-for the copy of the step's results. In a real job both take place while the device computes the next step.
+The model's layers do nothing (`PassingDecoder`), but have as many arrays as a real model's. Prompts are not computed,
+but their lengths and pages are set, so the host does all of its work in a step. Between steps, outside of the timed
+part, the host waits for the device, and then for the copy of the step's results. In a real job both take place while
+the device computes the next step.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ WARM = 8
 def host_rows(
     cases: Sequence[tuple[int, int]], *, steps: int, layers: int, policy: str, say: Callable[[str], None] = lambda what: None
 ) -> Iterator[dict[str, Any]]:
-    """Four rows for each case: `Engine.decode_and_sample` alone, `Scheduler.step`, the same with a listener for every token ("listening"),
-    and with log-probabilities ("logprobs").
+    """Four rows for each case: `Engine.decode_and_sample` alone, `Scheduler.step`, the same with a listener for every
+    token ("listening"), and with log-probabilities ("logprobs").
 
-    All are medians. median_s: of a whole step. dispatch_s: JAX's call of the jitted step, and the scheduler's that starts the copy of its
-    results. release_s: JAX's release of the arrays of pages that the step consumed. own_s: the rest of the step; own_mean_s and own_p95_s
-    are its mean and 95th percentile. copy_s: between two steps, from the end of the device's work to the arrival of its results on the
-    host, which is no part of the others.
+    All are medians. median_s: of a whole step. dispatch_s: JAX's call of the jitted step, and the scheduler's that
+    starts the copy of its results. release_s: JAX's release of the arrays of pages that the step consumed. own_s: the
+    rest of the step; own_mean_s and own_p95_s are its mean and 95th percentile. copy_s: between two steps, from the end
+    of the device's work to the arrival of its results on the host, which is no part of the others.
     """
     for rows, pages in cases:
         say(f"{rows} rows of {pages:,} pages")
@@ -143,11 +144,13 @@ def host_command(
     policy: Annotated[str, typer.Option(help="Decode policy; its indexes are among these arrays.")] = "top:32",
     json_out: JsonOption = None,
 ) -> None:
-    """Time the host's part of a decode step, with JAX's share printed separately: Engine.decode_and_sample alone, and Scheduler.step.
+    """Time the host's part of a decode step, with JAX's share printed separately: Engine.decode_and_sample alone, and
+    Scheduler.step.
 
     Scheduler.step is also timed with a listener for every token, and with log-probabilities.
 
-    Layers compute nothing and prompts are not prefilled, so the device takes no time. The wait for it between steps is not timed.
+    Layers compute nothing and prompts are not prefilled, so the device takes no time. The wait for it between steps is
+    not timed.
     """
     cases = tuple(zip(parse_lengths(rows, "rows"), parse_lengths(pages, "pages"), strict=False))
     if len(cases) != rows.count(",") + 1 or len(cases) != pages.count(",") + 1:

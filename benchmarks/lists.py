@@ -1,7 +1,8 @@
 """Lists of pages for benchmarks: recorded from the embedded model, or without anything in common between steps.
 
-A recorded list says which distant pages each KV head of each layer chose in consecutive steps. `Replayed` reads them again, in a longer
-sequence too: pages keep their relative places. Both policies scan the index as `top:K` does, so that a step does all of its work.
+A recorded list says which distant pages each KV head of each layer chose in consecutive steps. `Replayed` reads them
+again, in a longer sequence too: pages keep their relative places. Both policies scan the index as `top:K` does, so that
+a step does all of its work.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from kvjax.serving.cli.options import JsonOption, token_count, whole
 
 
 def recorded_row(tokens: int, steps: int, k: int) -> dict[str, Any]:
-    """The distant pages that the embedded model lists under `top:K` in `steps` steps after `tokens` tokens of text: `lists`
-    `[layers][steps][KV heads][K]`, ascending."""
+    """The distant pages that the embedded model lists under `top:K` in `steps` steps after `tokens` tokens of text:
+    `lists` `[layers][steps][KV heads][K]`, ascending."""
     import kvjax
     from kvjax.evaluation.needle import documentation_text
 
@@ -136,7 +137,8 @@ class Fresh(TopBlocks):
 
 
 def _instead(real: Blocks, distant: Int[jax.Array, "B K k"], last: Int[jax.Array, "B 1 1"], policy: TopBlocks) -> Blocks:
-    """A list of sink, these distant pages and local ones. It waits for the real list, so that the scan is not left out."""
+    """A list of sink, these distant pages and local ones. It waits for the real list, so that the scan is not left
+    out."""
     shape = (*distant.shape[:2], 1)
     sinks = jnp.broadcast_to(jnp.arange(policy.sink, dtype=jnp.int32), (*shape[:2], policy.sink))
     local = jnp.broadcast_to(last - policy.local + 1 + jnp.arange(policy.local, dtype=jnp.int32), (*shape[:2], policy.local))

@@ -1,9 +1,10 @@
-"""A GGUF file run by llama.cpp, in a Python of its own: it is not installed with kvjax. This file imports nothing of kvjax.
+"""A GGUF file run by llama.cpp, in a Python of its own: it is not installed with kvjax. This file imports nothing of
+kvjax.
 
     python llama_process.py FILE TYPE FOLDER TOKENS THREADS
 
-writes FILE anew in FOLDER with weights of TYPE (Q8_0, Q4_0), loads that for up to TOKENS tokens and answers a line of JSON with versions.
-Then it answers lines as `transformers_process.py` does.
+writes FILE anew in FOLDER with weights of TYPE (Q8_0, Q4_0), loads that for up to TOKENS tokens and answers a line of
+JSON with versions. Then it answers lines as `transformers_process.py` does.
 """
 
 from __future__ import annotations

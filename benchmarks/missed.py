@@ -1,7 +1,8 @@
-"""What lists miss, by sampling: the exact attention of a few random queries, and the share of it that no list, sink or window holds.
+"""What lists miss, by sampling: the exact attention of a few random queries, and the share of it that no list, sink or
+window holds.
 
-Queries are drawn by position and seed: one of every `every` consecutive ones. So draws do not depend on how a prompt is cut into chunks, or
-on the batch. Each query is equally likely, so the mean over the drawn ones has no bias.
+Queries are drawn by position and seed: one of every `every` consecutive ones. So draws do not depend on how a prompt is
+cut into chunks, or on the batch. Each query is equally likely, so the mean over the drawn ones has no bias.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from pallas_kernels.core.pages import visible
 from pallas_kernels.xla import online_softmax
 
 COST = 0.05
-"""The most that sampling may cost, as a share of the floating-point operations of the list attention that it measures."""
+"""The most that sampling may cost, as a share of the floating-point operations of the list attention that it
+measures."""
 
 
 class Sampled(NamedTuple):
     """Exact attention of drawn queries. R = the runs of `every` positions that a chunk can touch.
 
-    positions: those of the drawn queries. counts: whether a query is in the chunk and not padding; figures of others are meaningless. near:
-    LSE over the keys in sinks and the query's window. far: LSE over each block's other keys; -inf where there are none. Float32.
+    positions: those of the drawn queries. counts: whether a query is in the chunk and not padding; figures of others
+    are meaningless. near: LSE over the keys in sinks and the query's window. far: LSE over each block's other keys;
+    -inf where there are none. Float32.
     """
 
     positions: Int[Array, "B R"]
@@ -37,11 +40,12 @@ class Sampled(NamedTuple):
 
 
 def sample_every(tokens: int, read: int) -> int:
-    """One query of so many is drawn: the smallest power of two that keeps the cost within `COST`, if each query attends to `read` keys of
-    `tokens`.
+    """One query of so many is drawn: the smallest power of two that keeps the cost within `COST`, if each query attends
+    to `read` keys of `tokens`.
 
-    A drawn query scores tokens / 2 keys on average and reads no values, half the operations of attention per key: T / every queries cost
-    tokens / (4 * every * read) of what T queries cost that attend to `read` keys. ValueError for fewer than 1 of either.
+    A drawn query scores tokens / 2 keys on average and reads no values, half the operations of attention per key: T /
+    every queries cost tokens / (4 * every * read) of what T queries cost that attend to `read` keys. ValueError for
+    fewer than 1 of either.
     """
     if min(tokens, read) < 1:
         raise ValueError(f"tokens and keys read must be at least 1, got {tokens} and {read}")
@@ -49,8 +53,8 @@ def sample_every(tokens: int, read: int) -> int:
 
 
 def drawn_positions(starts: Int[Array, "B"], num_queries: int, every: int, seed: int) -> Int[Array, "B R"]:
-    """One position of each run [i * every, (i + 1) * every) that queries starts to starts + num_queries - 1 can touch; ValueError for an
-    `every` below 1. It depends only on seed, `every` and i."""
+    """One position of each run [i * every, (i + 1) * every) that queries starts to starts + num_queries - 1 can touch;
+    ValueError for an `every` below 1. It depends only on seed, `every` and i."""
     if every < 1:
         raise ValueError(f"every must be at least 1 query, got {every}")
     runs = starts[:, None] // every + jnp.arange((num_queries + every - 2) // every + 1, dtype=jnp.int32)
@@ -71,8 +75,9 @@ def sample(
     key_block: int,
     window: tuple[int, int],
 ) -> Sampled:
-    """Exact attention of the drawn queries of a chunk, by blocks of `key_block` keys (S = M * P / key_block); window: (sink_tokens,
-    window_tokens), whose keys are counted in `near`. Memory: the result, and the drawn queries' logits for a tile of keys."""
+    """Exact attention of the drawn queries of a chunk, by blocks of `key_block` keys (S = M * P / key_block); window:
+    (sink_tokens, window_tokens), whose keys are counted in `near`. Memory: the result, and the drawn queries' logits
+    for a tile of keys."""
     num_queries, num_heads, head_dim = query.shape[1:]
     num_kv_heads, page_size = layer.pages.kv_heads, layer.pages.page_size
     per_tile = tile_tokens(page_size) // key_block
@@ -104,8 +109,8 @@ def sample(
 
 
 def missed_share(found: Sampled, blocks: Int[Array, "B C H W"], starts: Int[Array, "B"], chi: int) -> Float[Array, "B R H"]:
-    """The share of each drawn query's attention, 0 to 1, on keys outside its tile's list, its sinks and its window. Values of queries that
-    do not count are meaningless."""
+    """The share of each drawn query's attention, 0 to 1, on keys outside its tile's list, its sinks and its window.
+    Values of queries that do not count are meaningless."""
     tile = jnp.clip((found.positions - starts[:, None]) // chi, 0, blocks.shape[1] - 1)
     lists = jnp.take_along_axis(blocks, tile[..., None, None], axis=1)
     num_blocks = found.far.shape[-1]
@@ -121,7 +126,8 @@ def missed_share(found: Sampled, blocks: Int[Array, "B C H W"], starts: Int[Arra
 def sampled_miss(
     policy: TileLists, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, *, every: int, seed: int = 0, blocks=None
 ) -> tuple[Float[Array, "B R H"], Int[Array, "B R"], Bool[Array, "B R"]]:
-    """What a policy's lists miss of the attention of one random query in `every`: shares, positions, and which of them count.
+    """What a policy's lists miss of the attention of one random query in `every`: shares, positions, and which of them
+    count.
 
     blocks: the lists, if they are known already, `[B, C, H, W]`.
     """

@@ -1,8 +1,8 @@
 """A prompt and the steps after it, by this engine with several formats of weights, by `transformers` in float32, and by
 llama.cpp with weights of 8 and 4 bits, in one run, in turns, on the same processors.
 
-llama.cpp rounds tokens to 8 bits before it multiplies them by such weights; this engine keeps 22 bits. `transformers` and llama.cpp run in
-Pythons of their own (`transformers_process.py`, `llama_process.py`).
+llama.cpp rounds tokens to 8 bits before it multiplies them by such weights; this engine keeps 22 bits. `transformers`
+and llama.cpp run in Pythons of their own (`transformers_process.py`, `llama_process.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ LLAMA_TYPES = ("Q8_0", "Q4_0")
 class CpuRun:
     """What all run: a prompt of `tokens`, then `steps` greedy steps, `rounds` times after one that does not count.
 
-    model: a model folder, or what else `kvjax.load` takes. weights: formats of this engine's, "float32" among them. gguf: the file that
-    llama.cpp takes and writes anew as `LLAMA_TYPES`; None: without llama.cpp. torch_python, llama_python: interpreters.
+    model: a model folder, or what else `kvjax.load` takes. weights: formats of this engine's, "float32" among them.
+    gguf: the file that llama.cpp takes and writes anew as `LLAMA_TYPES`; None: without llama.cpp. torch_python,
+    llama_python: interpreters.
     """
 
     model: str
@@ -50,10 +51,11 @@ class CpuRun:
 
 
 def cpu_rows(plan: CpuRun, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Rows as of `against_transformers.comparison_rows`, with `weights` and `tokens_per_s` (of the prompt, or one for each step).
+    """Rows as of `against_transformers.comparison_rows`, with `weights` and `tokens_per_s` (of the prompt, or one for
+    each step).
 
-    Errors and equal tokens are against `transformers` in float32. Raises RuntimeError if another side cannot run, ValueError if JAX does
-    not run on the CPU.
+    Errors and equal tokens are against `transformers` in float32. Raises RuntimeError if another side cannot run,
+    ValueError if JAX does not run on the CPU.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(f"this compares CPUs, and JAX uses {jax.default_backend()}: set JAX_PLATFORMS=cpu")
@@ -103,7 +105,8 @@ def cpu_command(
     llama_python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python. [default: this one]")] = "",
     json_out: JsonOption = None,
 ) -> None:
-    """Time a prompt and the steps after it on the CPU: kvjax with several formats of weights, transformers and llama.cpp, in turns."""
+    """Time a prompt and the steps after it on the CPU: kvjax with several formats of weights, transformers and
+    llama.cpp, in turns."""
     pythons = torch_python or sys.executable, llama_python or sys.executable
     plan = CpuRun(model, tokens, steps, rounds, chunk, tuple(weights.split(",")), gguf or None, *pythons)
     run(json_out, "cpu", lambda say: cpu_rows(plan, say))

@@ -1,9 +1,10 @@
-"""Measures how many of its highest-scoring keys a query shares with earlier queries, layer by layer, while a model decodes.
+"""Measures how many of its highest-scoring keys a query shares with earlier queries, layer by layer, while a model
+decodes.
 
-Scores have the form of a lightning indexer's, but come from the model's own attention. The score of a key for one query token is
-`sum_h relu(q_h . k)` over the query heads, without weights, scaled by `sm_scale`. q_h and k are those of attention, after norms and RoPE,
-and k is that of head h's KV head. With `kind="logits"` it is `sum_h q_h . k`. ("Guess-Verify-Refine", section 3.1, measures the indexer of
-a model that has one.)
+Scores have the form of a lightning indexer's, but come from the model's own attention. The score of a key for one query
+token is `sum_h relu(q_h . k)` over the query heads, without weights, scaled by `sm_scale`. q_h and k are those of
+attention, after norms and RoPE, and k is that of head h's KV head. With `kind="logits"` it is `sum_h q_h . k`.
+("Guess-Verify-Refine", section 3.1, measures the indexer of a model that has one.)
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def attention_scores(
     kind: str,
     sm_scale: Scale,
 ) -> Float[Array, "B S"]:
-    """Scores of all keys of the pages for one query token, float32, S = M * P; -inf from position `lengths` on. The top of this file
-    defines them."""
+    """Scores of all keys of the pages for one query token, float32, S = M * P; -inf from position `lengths` on. The top
+    of this file defines them."""
     batch, heads, head_dim = q.shape[0], q.shape[2], q.shape[3]
     kv_heads, page_size = k.shape[1], k.shape[2]
     queries = q.reshape(batch, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
@@ -80,14 +81,15 @@ class _Listening(Stateless):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """Scores of consecutive decode steps. In step t, the first `lengths[t]` entries of a row are scores of keys, the others are -inf."""
+    """Scores of consecutive decode steps. In step t, the first `lengths[t]` entries of a row are scores of keys, the
+    others are -inf."""
 
     scores: Float[np.ndarray, "L steps N"]
     lengths: Int[np.ndarray, " steps"]
 
     def save(self, path: Path) -> None:
-        """Write the last two steps' rows as `scores` [L, N] and `before` [L, N] to an .npz, which `python -m pallas_kernels.bench top-k
-        --rows` times."""
+        """Write the last two steps' rows as `scores` [L, N] and `before` [L, N] to an .npz, which `python -m
+        pallas_kernels.bench top-k --rows` times."""
         if len(self.lengths) < 2:
             raise ValueError(
                 f"saving rows needs two steps, the last one and the one before it, which is its hint; {len(self.lengths)} were captured"
@@ -108,8 +110,8 @@ def capture_scores(
 ) -> Captured:
     """The scores for the last `steps` tokens of a text, each fed through a decode step after the tokens before it.
 
-    Memory: the cache, and 4 bytes per layer, step and token on the host. on_tokens: called with the number of tokens just done. ValueError
-    for an unknown kind, for fewer than 1 step, and if no token is left before the steps.
+    Memory: the cache, and 4 bytes per layer, step and token on the host. on_tokens: called with the number of tokens
+    just done. ValueError for an unknown kind, for fewer than 1 step, and if no token is left before the steps.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; there are {', '.join(KINDS)}")
@@ -140,9 +142,9 @@ def capture_scores(
 def overlap_rows(captured: Captured, ks: Sequence[int], ages: Sequence[int] = AGES) -> list[dict[str, Any]]:
     """Rows, one for each layer, k and age: over all pairs of captured steps that are `age` steps apart.
 
-    raw: mean share of a step's top k keys that are also in the top k of `age` steps earlier, with its p10 and p90. shifted: the same after
-    the earlier indices are moved by `age`, which compares positions relative to the query. chance: k / keys. ValueError if k is larger than
-    the keys of some step, or if no two steps are `age` apart.
+    raw: mean share of a step's top k keys that are also in the top k of `age` steps earlier, with its p10 and p90.
+    shifted: the same after the earlier indices are moved by `age`, which compares positions relative to the query.
+    chance: k / keys. ValueError if k is larger than the keys of some step, or if no two steps are `age` apart.
     """
     layers, steps, _ = captured.scores.shape
     if not ks or max(ks) > captured.lengths[0] or min(ks) < 1:
@@ -228,9 +230,11 @@ def overlap_command(
         typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of benchmarks.top_k."),
     ] = None,
 ) -> None:
-    """Measure how many of its best keys a query shares with the previous query, layer by layer: the value of a hint to top_k.
+    """Measure how many of its best keys a query shares with the previous query, layer by layer: the value of a hint to
+    top_k.
 
-    After a dense prefill, the text is forced through decode steps. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
+    After a dense prefill, the text is forced through decode steps. Scores come from the model's own attention: `sum_h
+    relu(q_h . k)`.
     """
     if plot is not None:
         needs_extras("overlap --plot", "plots")

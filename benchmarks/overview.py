@@ -1,4 +1,5 @@
-"""The picture of the README: the time of a decode step as the context grows, dense and sparse, beside other projects' dense kernels."""
+"""The picture of the README: the time of a decode step as the context grows, dense and sparse, beside other projects'
+dense kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LINES = {
 
 
 def plot(op_rows: Sequence[dict[str, Any]], step_rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Attention of one layer at batch 1, in microseconds, and whole steps at batch 1 and 8, in milliseconds, over tokens in the cache.
+    """Attention of one layer at batch 1, in microseconds, and whole steps at batch 1 and 8, in milliseconds, over
+    tokens in the cache.
 
     Args:
         op_rows: rows of `pallas_kernels.bench`.

@@ -1,8 +1,9 @@
 """Times attention of a real model's layers over a text, with its own queries and keys.
 
-Some policies make lists as long as the attention needs. Random keys, which shapes without a model have, show nothing about these. Here the
-prompt is prefilled densely once. Then every policy attends to the whole prompt in one call, layer after layer. The name of a row is
-`layers/model/tokens/b1/policy`. Its time is that of all layers together; its field `layers` says how many.
+Some policies make lists as long as the attention needs. Random keys, which shapes without a model have, show nothing
+about these. Here the prompt is prefilled densely once. Then every policy attends to the whole prompt in one call, layer
+after layer. The name of a row is `layers/model/tokens/b1/policy`. Its time is that of all layers together; its field
+`layers` says how many.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ CALLS = 5
 
 
 def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequence[PrefillPolicy]) -> Iterator[dict[str, Any]]:
-    """Rows of one prompt: dense attention, then each policy, with its speed-up over dense. tokens: a multiple of the page size.
+    """Rows of one prompt: dense attention, then each policy, with its speed-up over dense. tokens: a multiple of the
+    page size.
 
-    keys_read: mean number of keys that a query reads; None for a policy that does more than attend to lists. error: ||out - dense|| /
-    ||dense||, the mean over queries, heads and layers; it includes the error of the kernels. A policy that fails has a row with `failed`.
+    keys_read: mean number of keys that a query reads; None for a policy that does more than attend to lists. error:
+    ||out - dense|| /
+    ||dense||, the mean over queries, heads and layers; it includes the error of the kernels. A policy that fails has a
+    row with `failed`.
     """
     if not tokens or len(tokens) % PAGE_SIZE:
         raise ValueError(f"a prompt must be a positive multiple of {PAGE_SIZE} tokens here, got {len(tokens):,}")

@@ -9,10 +9,12 @@ union         its scores made into the numbers by which lists are ranked, and un
 select        select_tiles (bounds)
 block-sparse  block_sparse_attention over the lists of the steps above
 delta         the correction, damping included (momo)
-sparse        all steps of a policy in one program, as an engine runs a layer; policies other than momo and bounds have only this row
+sparse        all steps of a policy in one program, as an engine runs a layer; policies other than momo and bounds have
+only this row
 
-Errors are against float32 attention of a few queries, computed separately. The error of `select` is the largest share of attention, by the
-bound, that a tile's best list has and its own list lacks. Times are device times on a GPU (see `pallas_kernels.bench.timing`).
+Errors are against float32 attention of a few queries, computed separately. The error of `select` is the largest share
+of attention, by the bound, that a tile's best list has and its own list lacks. Times are device times on a GPU (see
+`pallas_kernels.bench.timing`).
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ TORCH_TOKENS = 2**17
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Inputs of one layer: q `[1, T, H, D]`, pools with pages in random order, and pools with the same pages in order."""
+    """Inputs of one layer: q `[1, T, H, D]`, pools with pages in random order, and pools with the same pages in
+    order."""
 
     shape: str
     q: Float[Array, "1 T H D"]
@@ -122,9 +125,11 @@ def op_rows(
     baselines: bool = True,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one prompt: baselines, dense, then the steps and the whole of each policy, with speed-ups over the fastest dense row so far.
+    """Rows of one prompt: baselines, dense, then the steps and the whole of each policy, with speed-ups over the
+    fastest dense row so far.
 
-    baselines: if False, the only dense row is attention over pages in random order. A policy that fails has a row with `failed`."""
+    baselines: if False, the only dense row is attention over pages in random order. A policy that fails has a row with
+    `failed`."""
     prompt = make_prompt(shape, tokens, dtype)
     rows: list[dict[str, Any]] = []
     dense_ones = (_baselines, _torch_baselines, _dense) if baselines else (functools.partial(_dense, layouts=("paged",)),)
@@ -219,8 +224,8 @@ def _sparse(p: PrefillPolicy, prompt: Prompt, on_progress: Callable) -> Iterator
 
 
 Listing = Generator[dict[str, Any], None, tuple[Array, Callable[[Array], dict[str, float]], Callable[[Array], Iterator[dict[str, Any]]]]]
-"""Yields the rows of the steps that make lists. Returns the lists, a function that checks the output of the whole policy, and a function
-that yields rows of the steps after attention over the lists."""
+"""Yields the rows of the steps that make lists. Returns the lists, a function that checks the output of the whole
+policy, and a function that yields rows of the steps after attention over the lists."""
 
 
 def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> Listing:
@@ -252,7 +257,8 @@ def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> L
 
 
 def _selected_lists(p: BoundsBlocks, prompt: Prompt, layer: PagedKV) -> Listing:
-    """Times how the bounds policy makes lists. It scans the blocks that begin at or before a query twice, with two products each time."""
+    """Times how the bounds policy makes lists. It scans the blocks that begin at or before a query twice, with two
+    products each time."""
     row, blocks = _timed(prompt, "select", str(p), p.lists, prompt.q, layer, prompt.ctx)
     seen = float((np.arange(prompt.tokens) // p.key_block + 1).sum())
     found = {"flops": 2 * _flops_per_key(prompt) * seen, "lists_full": float((blocks[:, -1] >= 0).mean())}
@@ -265,7 +271,8 @@ LISTINGS: dict[type, Callable[[Any, Prompt, PagedKV], Listing]] = {MeasureOnceMa
 
 
 def _read(prompt: Prompt, p: TileLists, blocks: Array) -> dict[str, float]:
-    """Operations and keys of attention over the lists, and the share of the last tile's list entries that are filled."""
+    """Operations and keys of attention over the lists, and the share of the last tile's list entries that are
+    filled."""
     listed = float((blocks >= 0).sum(dtype=jnp.float32)) * p.key_block * p.chi / prompt.sizes.num_heads
     near = float(np.minimum(np.arange(prompt.tokens) + 1, p.sink_tokens + p.window_tokens).sum())
     full = float((blocks[:, -1] >= 0).mean())
@@ -273,7 +280,8 @@ def _read(prompt: Prompt, p: TileLists, blocks: Array) -> dict[str, float]:
 
 
 def _timed(prompt: Prompt, op: str, policy: str, function: Callable, *arrays: Any, **named: Any) -> tuple[dict[str, Any], Any]:
-    """The row of a call, and its result. The call runs once; if it is short, it runs again to compare bits and to time several calls."""
+    """The row of a call, and its result. The call runs once; if it is short, it runs again to compare bits and to time
+    several calls."""
     with dispatch.listening() as path:
         call = jax.jit(function).lower(*arrays, **named).compile()
     kept: list[Any] = []
@@ -344,8 +352,8 @@ def _samples(prompt: Prompt, step: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="head")
 def _sampled(q: Array, positions: Array, layer: PagedKV, head: int, seen: Bool[Array, "n G S"] | None, sm_scale: Array):
-    """Attention output `[n, G, D]` and logits `[n, G, S]` of a KV head's queries at `positions`, over its keys in order. seen: which keys
-    each query reads; None: all up to its own position."""
+    """Attention output `[n, G, D]` and logits `[n, G, S]` of a KV head's queries at `positions`, over its keys in
+    order. seen: which keys each query reads; None: all up to its own position."""
     group = q.shape[1] // layer.pages.kv_heads
     keys, values = (x[:, head].reshape(-1, x.shape[3]).astype(jnp.float32) for x in (layer.pages.k, layer.pages.v))
     q = q[:, head * group : (head + 1) * group].astype(jnp.float32)
@@ -368,7 +376,8 @@ def _dense_error(prompt: Prompt, out: Array, samples: np.ndarray, gamma: int = 1
 
 
 def _list_errors(prompt: Prompt, p: MeasureOnceMaskOnce, ids: Array, scores: Array, samples: np.ndarray) -> dict[str, float]:
-    """score_error: the largest error of a listed score. exact_slots_right: share of the k_exact best blocks in the first k_exact slots."""
+    """score_error: the largest error of a listed score. exact_slots_right: share of the k_exact best blocks in the
+    first k_exact slots."""
     of_heads = [logits.reshape(*logits.shape[:2], -1, p.key_block) for _, logits in _heads(prompt, samples)]
     expected = np.concatenate([np.asarray(jax.nn.logsumexp(x, axis=-1)) for x in of_heads], axis=1)
     ids, scores = (np.asarray(x[0, samples // p.gamma]) for x in (ids, scores))
@@ -395,8 +404,8 @@ def _union_is_right(p: MeasureOnceMaskOnce, unite: Callable, measured: tuple[Arr
 
 @functools.partial(jax.jit, static_argnames=("p", "sm_scale"))
 def _may_pay(p: BoundsBlocks, q: Array, position: Array, rows: Array, sm_scale: float):
-    """The attention `[G, S]` that the queries of a tile may pay to each block, by the bounds policy's definition. q: `[chi, G, D]`, its
-    first query at `position`. rows: bounds `[S, 2, D]`."""
+    """The attention `[G, S]` that the queries of a tile may pay to each block, by the bounds policy's definition. q:
+    `[chi, G, D]`, its first query at `position`. rows: bounds `[S, 2, D]`."""
     q, rows = q.astype(jnp.float32), rows.astype(jnp.float32)
     sides = jnp.stack([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=2)
     logits = jnp.einsum("tgxd,sxd->tgs", sides, rows, precision="highest") * sm_scale
@@ -406,8 +415,8 @@ def _may_pay(p: BoundsBlocks, q: Array, position: Array, rows: Array, sm_scale: 
 
 
 def _selection_errors(prompt: Prompt, p: BoundsBlocks, blocks: Array, layer: PagedKV) -> dict[str, float]:
-    """For a few tiles. error: the largest share of a best list's attention, by the bound, that the list lacks. slots_right: the share of
-    the best blocks that the lists hold."""
+    """For a few tiles. error: the largest share of a best list's attention, by the bound, that the list lacks.
+    slots_right: the share of the best blocks that the lists hold."""
     rows = layer.index[p.indexes()[0].name][prompt.ctx.page_table[0]].swapaxes(0, 1)
     rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])  # K S 2 D
     group, worst, right, slots = prompt.sizes.num_heads // prompt.sizes.num_kv_heads, 0.0, 0, 0

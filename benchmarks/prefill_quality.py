@@ -1,7 +1,9 @@
-"""How good a sparse prefill is, layer by layer: captured attention compared with the oracle's, error of the output, sparsity.
+"""How good a sparse prefill is, layer by layer: captured attention compared with the oracle's, error of the output,
+sparsity.
 
-The prompt is prefilled densely, so all policies see the same queries and keys. Each chunk's attention is then computed again under every
-policy (`measure_prefill`). This costs several times as much as dense attention, so it is for small models.
+The prompt is prefilled densely, so all policies see the same queries and keys. Each chunk's attention is then computed
+again under every policy (`measure_prefill`). This costs several times as much as dense attention, so it is for small
+models.
 """
 
 from __future__ import annotations
@@ -52,11 +54,13 @@ def captured_mass(
 def captured_by_rows(
     policy: MeasureOnceMaskOnce, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, dense_lse: Float[Array, "B T H"]
 ) -> tuple[Float[Array, "B R H"], Float[Array, "B R H"]]:
-    """What measured queries capture by themselves, before lists are united: of the queries 0, gamma, 2 * gamma, ... of the chunk, the share
-    of dense attention that sinks, the rows' window and the k blocks hold that the row selected; and the same with its k best blocks.
+    """What measured queries capture by themselves, before lists are united: of the queries 0, gamma, 2 * gamma, ... of
+    the chunk, the share of dense attention that sinks, the rows' window and the k blocks hold that the row selected;
+    and the same with its k best blocks.
 
-    The best are those with the largest log-sum-exp of logits, all k of them selected exactly. A block that the window cuts counts whole in
-    that order, so the first share can exceed the second by what the window holds anyway. Float32, 0 to 1; padding means nothing.
+    The best are those with the largest log-sum-exp of logits, all k of them selected exactly. A block that the window
+    cuts counts whole in that order, so the first share can exceed the second by what the window holds anyway. Float32,
+    0 to 1; padding means nothing.
     """
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     sizes = {"block_size": policy.key_block, "window": policy.listing["window"], "sm_scale": ctx.sm_scale}
@@ -83,8 +87,8 @@ def ablation(
     ks: Sequence[int] = (32, 64, 128),
     exacts: Sequence[int] = (0, 4, 8),
 ) -> tuple[MeasureOnceMaskOnce, ...]:
-    """Variants of a policy, one thing changed at a time: gamma x chi; k (and k_trim) x k_exact, all exact too; without trimming, ranked by
-    score, the others estimated otherwise, corrected in full."""
+    """Variants of a policy, one thing changed at a time: gamma x chi; k (and k_trim) x k_exact, all exact too; without
+    trimming, ranked by score, the others estimated otherwise, corrected in full."""
     changes: list[dict[str, Any]] = [{"gamma": gamma, "chi": chi} for gamma in gammas for chi in chis if chi % gamma == 0]
     changes += [{"k": k, "k_trim": k, "k_exact": exact} for k in ks for exact in dict.fromkeys((*exacts, k)) if exact <= k]
     changes += [
@@ -116,7 +120,8 @@ class _Listening:
 class RecordedPrefill:
     """A densely prefilled prompt of `tokens` tokens, in the host's memory.
 
-    pools: pages of keys and values, by layer, as they were at the end. chunks: layer, queries, and (page_table, starts, lengths) of each.
+    pools: pages of keys and values, by layer, as they were at the end. chunks: layer, queries, and (page_table, starts,
+    lengths) of each.
     """
 
     tokens: int
@@ -159,8 +164,9 @@ def check_measurable(policies: Iterable[PrefillPolicy]) -> None:
 
 
 def measure_recorded(recorded: RecordedPrefill, policy: PrefillPolicy, *, by_head: bool = False, seed: int = 1) -> list[dict[str, Any]]:
-    """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: that of the queries that `missed` samples. It must differ
-    from the seed of a policy that chooses by sampled queries (benchmarks/peers/bounds_share.py): those queries miss less than others."""
+    """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: that of the queries that `missed`
+    samples. It must differ from the seed of a policy that chooses by sampled queries
+    (benchmarks/peers/bounds_share.py): those queries miss less than others."""
     check_measurable([policy])
     windowed, sums, lists = not isinstance(policy, TileLists), {}, []
     compare = (_compare_window if windowed else _compare)(policy)
@@ -219,26 +225,28 @@ def measure_prefill(
 ) -> list[dict[str, Any]]:
     """Rows, one per layer and policy, of a prompt of `tokens`.
 
-    captured: mean share of the attention that lists, sinks and window hold, over the queries whose candidates do not all fit into a list
-    (the others capture all of it under any policy). of_oracle: that, as a share of what `OracleBlocks` captures with as many blocks in
-    every tile: `k` of them, and where a tile lists more (untrimmed unions), or its policy has no `k`, as many as it lists.
-    listed: mean number of blocks that tiles list. error: mean ||out - dense|| / ||dense|| over the same queries, as the policy attends
-    but without delta correction; error_with_delta: with it, None where a policy has none. error_between and error_between_with_delta: the
-    same over those queries alone that are not exact after correction anyway. queries: how many of them. sparsity: equation 9's. path: the
-    implementation of each op.
+    captured: mean share of the attention that lists, sinks and window hold, over the queries whose candidates do not
+    all fit into a list (the others capture all of it under any policy). of_oracle: that, as a share of what
+    `OracleBlocks` captures with as many blocks in every tile: `k` of them, and where a tile lists more (untrimmed
+    unions), or its policy has no `k`, as many as it lists. listed: mean number of blocks that tiles list. error: mean
+    ||out - dense|| / ||dense|| over the same queries, as the policy attends but without delta correction;
+    error_with_delta: with it, None where a policy has none. error_between and error_between_with_delta: the same over
+    those queries alone that are not exact after correction anyway. queries: how many of them. sparsity: equation 9's.
+    path: the implementation of each op.
 
-    missed: 1 - captured, estimated without bias from `sampled` random queries, one of `sampled_every` (see `missed`): value, low
-    and high, the ends of a 95% bootstrap interval over the queries; None where fewer than two were drawn. missed_by_head: the same of each
-    query head, if by_head.
+    missed: 1 - captured, estimated without bias from `sampled` random queries, one of `sampled_every` (see `missed`):
+    value, low and high, the ends of a 95% bootstrap interval over the queries; None where fewer than two were drawn.
+    missed_by_head: the same of each query head, if by_head.
 
-    captured_by_rows and of_oracle_by_rows, of `MeasureOnceMaskOnce`: what the measured queries capture with the blocks that they selected
-    themselves, and that as a share of what their own k best capture, over the rows with more than k candidates (`captured_by_rows`).
+    captured_by_rows and of_oracle_by_rows, of `MeasureOnceMaskOnce`: what the measured queries capture with the blocks
+    that they selected themselves, and that as a share of what their own k best capture, over the rows with more than k
+    candidates (`captured_by_rows`).
 
-    `SinkWindow` has errors only, over the queries past sinks and window. So has a policy that corrects another one in full by every
-    `gamma`-th query, and says which in `uncorrected`: before the correction, and with it.
+    `SinkWindow` has errors only, over the queries past sinks and window. So has a policy that corrects another one in
+    full by every `gamma`-th query, and says which in `uncorrected`: before the correction, and with it.
 
-    Raises ValueError for policies with neither lists nor a window, and where a prompt has no such query: it must be longer than their
-    `dense_tokens`.
+    Raises ValueError for policies with neither lists nor a window, and where a prompt has no such query: it must be
+    longer than their `dense_tokens`.
     """
     policies = tuple(policies)
     check_measurable(policies)
@@ -254,8 +262,8 @@ ERRORS = ("queries", "error", "error_with_delta")
 
 
 def _compare(policy: TileLists):
-    """(query, layer, ctx) -> (sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured exactly, of `ROWS` over
-    the measured ones with more candidates than places; the lists), jitted."""
+    """(query, layer, ctx) -> (sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured
+    exactly, of `ROWS` over the measured ones with more candidates than places; the lists), jitted."""
 
     @jax.jit
     def compare(query, layer, ctx):

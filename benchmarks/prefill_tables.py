@@ -44,8 +44,9 @@ STEPS = ("query-sparse", "union", "select", "block-sparse", "delta", "sparse")
 
 
 def merged_ops(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of several runs of `--ops`; of rows for the same case the last is kept. All rows of dense attention of a prompt come from
-    one run, the last that has other projects' kernels too, because they are compared with these. So do all policies that this run has."""
+    """The rows of several runs of `--ops`; of rows for the same case the last is kept. All rows of dense attention of a
+    prompt come from one run, the last that has other projects' kernels too, because they are compared with these. So do
+    all policies that this run has."""
     rows, compared = {}, set()
     for run in runs:
         others = {(row["shape"], row["tokens"]) for row in run["rows"] if row["op"] == "baseline" and "median_s" in row}
@@ -100,8 +101,8 @@ def path_table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def steps_table(rows: Sequence[Row]) -> str:
-    """Milliseconds of the fastest dense attention of the same run, of each step, and of the whole sparse attention, for policies that were
-    timed at their shape's longest prompt."""
+    """Milliseconds of the fastest dense attention of the same run, of each step, and of the whole sparse attention, for
+    policies that were timed at their shape's longest prompt."""
     lines = []
     timed = [row for row in rows if "median_s" in row]
     wholes = sorted((row for row in timed if row["op"] == "sparse"), key=itemgetter("tokens"))
@@ -119,7 +120,8 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 
 def time_table_of_runs(runs: Sequence[dict[str, Any]]) -> str:
-    """Time to first token in runs of the same prompts on several paths. Each row is compared with dense in its own run."""
+    """Time to first token in runs of the same prompts on several paths. Each row is compared with dense in its own
+    run."""
     return markdown(TIME_COLUMNS, (time_cells(row, run["rows"]) for run in runs for row in run["rows"]))
 
 
@@ -174,7 +176,8 @@ def _missed(layers: Sequence[dict[str, float]]) -> str:
 
 
 def _short_names(policies: Iterable[str]) -> dict[str, str]:
-    """Short names of policies: of `Name(field=value, ...)` only the fields in which they differ from each other; others as they are."""
+    """Short names of policies: of `Name(field=value, ...)` only the fields in which they differ from each other; others
+    as they are."""
     fields = {policy: dict(re.findall(r"(\w+)=([^,)]+)", policy)) for policy in policies}
     written_out = [found for found in fields.values() if found]
     differ = {name for found in written_out for name in found if len({other.get(name) for other in written_out}) > 1}

@@ -1,4 +1,5 @@
-"""Targets of prefill beside measured figures. Missed targets and targets that were not measured are in the same table."""
+"""Targets of prefill beside measured figures. Missed targets and targets that were not measured are in the same
+table."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def targets_table(
     designs: Sequence[dict[str, Any]],
     recalls: Sequence[dict[str, Any]],
 ) -> str:
-    """One line for each target. ops, times, measures: rows of the three forms of `kvjax bench prefill`; needles: whole runs of
-    `kvjax needle` with a sparse prefill; designs: figures measured while kernels were written; recalls: whole runs of `kvjax recall`."""
+    """One line for each target. ops, times, measures: rows of the three forms of `kvjax bench prefill`; needles: whole
+    runs of `kvjax needle` with a sparse prefill; designs: figures measured while kernels were written; recalls: whole
+    runs of `kvjax recall`."""
     lines = (
         *_dense(ops),
         *_dense_elsewhere(designs),

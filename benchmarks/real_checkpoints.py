@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from real_checkpoint import CHECKPOINTS
 
 POLICIES = "window:640,window:64+1536,top:8,quest:64,cascade:8,cascade:8/all+cache"
-"""The narrow window must fail; the wide one reads as many keys as 8 blocks. The oracle of 8 blocks says what the budget allows."""
+"""The narrow window must fail; the wide one reads as many keys as 8 blocks. The oracle of 8 blocks says what the budget
+allows."""
 
 LARGER = "top:32,cascade:32,cascade:32/all+cache"
 """Policies that read all of 4K tokens."""

@@ -14,7 +14,8 @@ from pallas_kernels.core.tables import tokens_text
 
 
 def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
-    """Facts predicted by policy, a bar per length with its Wilson interval, over KL of running text on a logarithmic axis."""
+    """Facts predicted by policy, a bar per length with its Wilson interval, over KL of running text on a logarithmic
+    axis."""
     rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"]}
     lengths = sorted({length for length, _ in rows})
     policies = list(dict.fromkeys(name for _, name in rows))
@@ -44,7 +45,8 @@ def layer_times(timed: Sequence[dict[str, Any]], length: int) -> dict[str, float
 
 
 def timed_points(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> dict[tuple[int, str], float]:
-    """Seconds by length and policy, for policies that were measured in both ways, at lengths where not only dense attention was."""
+    """Seconds by length and policy, for policies that were measured in both ways, at lengths where not only dense
+    attention was."""
     places = [(row["length"], row["policy"]) for run in runs for row in run["rows"]]
     times = {length: layer_times(timed, length) for length, _ in places}
     points = {(length, name): times[length][name] for length, name in places if name in times[length]}
@@ -53,8 +55,9 @@ def timed_points(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]
 
 
 def plot_against_time(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]], file: Path) -> None:
-    """Facts predicted, with Wilson intervals, over the time of one layer's attention over as many tokens: a panel per length, a point per
-    policy. Policies that were timed at no length appear only in the legend. ValueError where nothing has both."""
+    """Facts predicted, with Wilson intervals, over the time of one layer's attention over as many tokens: a panel per
+    length, a point per policy. Policies that were timed at no length appear only in the legend. ValueError where
+    nothing has both."""
     rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"] if row["policy"] != ALONE}
     points = timed_points(runs, timed)
     shown = sorted({length for length, _ in points})

@@ -1,4 +1,5 @@
-"""Markdown tables of evaluation, from committed figures: by pandas, and for recall runs and for needles after each prefill."""
+"""Markdown tables of evaluation, from committed figures: by pandas, and for recall runs and for needles after each
+prefill."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ from kvjax.serving.cli.options import ContextOption, JsonOption, StepsPerLaunchO
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """`requests` of `prompt` + `answer` tokens for each replica, each with its own slot. data: numbers of replicas to measure, in order.
-    tensor, context: of the mesh of each. chunk: tokens of a chunk of prefill. steps_per_launch: as in `kvjax.run`."""
+    """`requests` of `prompt` + `answer` tokens for each replica, each with its own slot. data: numbers of replicas to
+    measure, in order. tensor, context: of the mesh of each. chunk: tokens of a chunk of prefill. steps_per_launch: as
+    in `kvjax.run`."""
 
     shape: str
     config: ModelConfig
@@ -47,9 +48,9 @@ class Load:
 
 
 def replicas_rows(plan: Load, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
-    """For each number of replicas, seconds from the start of `kvjax.run` to its last completion, threads included. One request of the same
-    lengths for each replica runs before, so nothing is compiled then. of_first: tokens per second, in multiples of those of the first
-    row."""
+    """For each number of replicas, seconds from the start of `kvjax.run` to its last completion, threads included. One
+    request of the same lengths for each replica runs before, so nothing is compiled then. of_first: tokens per second,
+    in multiples of those of the first row."""
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name not in ("config", "data")}
     model, first = random_model(plan.config), None
     sizes = {"pages": plan.requests * pages_of(plan.prompt + plan.answer), "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk}
@@ -103,7 +104,8 @@ def replicas_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Time the same load for each of one, two, or more data-parallel replicas, as a batch job runs them, with random weights."""
+    """Time the same load for each of one, two, or more data-parallel replicas, as a batch job runs them, with random
+    weights."""
     counts = parse_lengths(data, "data")
     sizes = {"requests": requests, "prompt": prompt, "answer": answer, "policy": policy, "prefill": prefill, "chunk": chunk}
     sizes["steps_per_launch"] = steps_per_launch

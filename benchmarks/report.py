@@ -1,7 +1,7 @@
 """Tables and plots from the JSON of runs, and the marked parts of documents that are made from them.
 
-`rendered` replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME that `parts` returns. A page names each
-command once, below the first table that it made.
+`rendered` replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME that `parts` returns. A
+page names each command once, below the first table that it made.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def sources(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def decode_table(rows: Sequence[Row], shape: str) -> str:
-    """Microseconds of the whole op by batch and length: the best dense kernel of others, ours, and each policy with its speed-up."""
+    """Microseconds of the whole op by batch and length: the best dense kernel of others, ours, and each policy with its
+    speed-up."""
     kept = [row for row in rows if row["shape"] == shape and row["op"] in ("dense", "sparse", "baseline")]
     policies = list(dict.fromkeys(row["policy"] for row in kept if row["op"] == "sparse"))
     lines = []
@@ -106,8 +107,8 @@ def kernel_table(rows: Sequence[Row]) -> str:
 
 
 def step_short(rows: Sequence[Row]) -> str:
-    """Milliseconds of a step on one device, one step per launch, by shape, batch and length: dense, and each policy with its speed-up over
-    that."""
+    """Milliseconds of a step on one device, one step per launch, by shape, batch and length: dense, and each policy
+    with its speed-up over that."""
     timed = [row for row in rows if "median_s" in row and devices_of(row) == 1 and not launch_text(row)]
     policies = [name for name in dict.fromkeys(row["policy"] for row in timed) if name != "dense"]
     lines = []
@@ -125,7 +126,8 @@ def step_short(rows: Sequence[Row]) -> str:
 
 
 def beside_table(rows: Sequence[Row], others: Sequence[Row]) -> str:
-    """Cases that two runs have, and the time of the second over that of the first: the forms of `mosaic_gpu` with `wgmma` and without."""
+    """Cases that two runs have, and the time of the second over that of the first: the forms of `mosaic_gpu` with
+    `wgmma` and without."""
     timed = {row["case"]: row for row in rows if "median_s" in row}
     lines = []
     for other in others:
@@ -223,7 +225,8 @@ def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
-    """A document with every marked part made again. ValueError for a part that does not exist, or a mark that is not closed."""
+    """A document with every marked part made again. ValueError for a part that does not exist, or a mark that is not
+    closed."""
     known, said = parts(runs), set()
     if unknown := sorted({name for _, name, _ in MARK.findall(text)} - set(known)):
         raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(known)}")
@@ -247,7 +250,8 @@ def load(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def plot(rows: Sequence[Row], file: Path, *, scale: float, unit: str) -> None:
-    """Time over tokens on two logarithmic axes: a panel per shape and batch, a line per policy. scale: units in a second."""
+    """Time over tokens on two logarithmic axes: a panel per shape and batch, a line per policy. scale: units in a
+    second."""
     timed = [row for row in rows if "median_s" in row and row["op"] in ("dense", "sparse", "baseline", "decode")]
     panels = sorted({(row["shape"], row["batch"]) for row in timed}, key=lambda panel: (panel[0] != "qwen2.5-7b", *panel))
     if not panels:
@@ -272,8 +276,8 @@ TIMELINE_PLACE = (2**17, 1)
 
 
 TIMELINE_SECONDS = 300e-6
-"""The part of a step that is drawn, from its first product on: two layers of a large model. Before that, devices of a mesh wait for each
-other."""
+"""The part of a step that is drawn, from its first product on: two layers of a large model. Before that, devices of a
+mesh wait for each other."""
 
 
 KERNEL_COLORS = {
@@ -293,7 +297,8 @@ NAMED_SECONDS = 9e-6
 
 
 def plot_timeline(rows: Sequence[Row], file: Path) -> None:
-    """The first kernels of a step as bars with their names, one line per row of `TIMELINE_PLACE`. ValueError if none has a timeline."""
+    """The first kernels of a step as bars with their names, one line per row of `TIMELINE_PLACE`. ValueError if none
+    has a timeline."""
     rows = [row for row in rows if row.get("timeline") and (row["tokens"], row["batch"]) == TIMELINE_PLACE]
     if not rows:
         raise ValueError(f"no step of {TIMELINE_PLACE[0]:,} tokens and batch {TIMELINE_PLACE[1]} has a timeline to draw")

@@ -1,8 +1,8 @@
 """The first token of a prompt whose beginning is known, from each store, beside the same prompt computed.
 
-The prompts have random tokens. Each timed prompt ends in tokens of its own. A floor is given for each store: its bytes at the rate at which
-whole copies of the same size, or plain reads of the same files, ran in the same process. Before a read of the disk the system's copy of the
-files in memory is dropped.
+The prompts have random tokens. Each timed prompt ends in tokens of its own. A floor is given for each store: its bytes
+at the rate at which whole copies of the same size, or plain reads of the same files, ran in the same process. Before a
+read of the disk the system's copy of the files in memory is dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STORES = ("none", "device", "host", "disk")
 
 @dataclasses.dataclass(frozen=True)
 class Reused:
-    """What to time. tokens: of the shared beginning, a multiple of the page size. own: tokens of each prompt after it. folder: on the disk
-    that is timed; None: a temporary one. stores: some of STORES."""
+    """What to time. tokens: of the shared beginning, a multiple of the page size. own: tokens of each prompt after it.
+    folder: on the disk that is timed; None: a temporary one. stores: some of STORES."""
 
     shape: str
     config: ModelConfig
@@ -63,9 +63,11 @@ class Reused:
 
 
 def reuse_rows(plan: Reused, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """For each store a row for the prompt computed, while its pages are copied there, and one for the prompt found there. "none": no store.
+    """For each store a row for the prompt computed, while its pages are copied there, and one for the prompt found
+    there. "none": no store.
 
-    Seconds are medians. waited_s: until the pages were on the host's side. bytes: of the pages found. floor_s: those at the plain rate.
+    Seconds are medians. waited_s: until the pages were on the host's side. bytes: of the pages found. floor_s: those at
+    the plain rate.
     """
     say("weights")
     model = random_model(plan.config)
@@ -107,7 +109,8 @@ def _first_token(engine: Engine, shared: list[int], plan: Reused) -> float:
 
 
 def _found(engine: Engine, store: str, shared: list[int], plan: Reused, folder: Path) -> tuple[float, float]:
-    """Seconds of the prompt, and those of them that it waited for its pages. The device does not have them, unless it is the store."""
+    """Seconds of the prompt, and those of them that it waited for its pages. The device does not have them, unless it
+    is the store."""
     if store != "device":
         held, frames = engine.new_sequence(), engine._pool.frames.get("full")
         there = engine.allocators["full"].total if frames is None else frames.counts.device
@@ -170,7 +173,8 @@ def reuse_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Time the first token of a prompt whose beginning is known: on the device, in host memory, on disk; and the same prompt computed.
+    """Time the first token of a prompt whose beginning is known: on the device, in host memory, on disk; and the same
+    prompt computed.
 
     Weights and prompts are random.
     """

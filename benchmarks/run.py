@@ -1,4 +1,5 @@
-"""What the scripts share: options, how rows are written as they arrive, and how a mistake on the command line becomes one line."""
+"""What the scripts share: options, how rows are written as they arrive, and how a mistake on the command line becomes
+one line."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def run(
 
     Args:
         kind: the `bench` field of the file.
-        rows_of: makes the rows, given a function that says what runs now. A row may bring the "provenance" of the process that measured it.
+        rows_of: makes the rows, given a function that says what runs now. A row may bring the "provenance" of the
+            process that measured it.
         fields: more fields of the file.
         table_of: makes the table, in Markdown; None: the one that documents have.
         implementation: that ops were forced to.
@@ -124,7 +126,8 @@ def exit_if_failed(rows: Iterable[Row]) -> None:
 
 
 def main(command: Callable[..., Any] | None = None, *, help: str | None = None, **commands: Callable[..., Any]) -> None:
-    """Run a script: its one command, or the one of `commands` that the command line names. An error is one line, as of `kvjax`.
+    """Run a script: its one command, or the one of `commands` that the command line names. An error is one line, as of
+    `kvjax`.
 
     help: of the one command; None: its docstring.
     """

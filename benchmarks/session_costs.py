@@ -39,8 +39,8 @@ SPARE = 4
 
 
 def counted(rounds: int, run: Callable[[int], dict[str, Any]], say: Say, what: str, *, warm: bool = False) -> list[dict[str, Any]]:
-    """What `rounds` calls of `run` return, by number. The first call does not count, unless all is `warm`, nor one in which a program was
-    compiled ("compiled"). RuntimeError if there are still such calls after `SPARE`."""
+    """What `rounds` calls of `run` return, by number. The first call does not count, unless all is `warm`, nor one in
+    which a program was compiled ("compiled"). RuntimeError if there are still such calls after `SPARE`."""
     found: list[dict[str, Any]] = []
     for number in range(rounds + SPARE):
         told = run(number)
@@ -55,9 +55,9 @@ def counted(rounds: int, run: Callable[[int], dict[str, Any]], say: Say, what: s
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Sessions that generate at once, each with a slot of its own. shape, layers, dtype: of the model. prompt: tokens of each history.
-    answer: tokens that each generates. rounds: timed ones, of the engine alone and of the sessions. idle: sessions with a history of the
-    same length that are open beside them in `idle_rows`."""
+    """Sessions that generate at once, each with a slot of its own. shape, layers, dtype: of the model. prompt: tokens
+    of each history. answer: tokens that each generates. rounds: timed ones, of the engine alone and of the sessions.
+    idle: sessions with a history of the same length that are open beside them in `idle_rows`."""
 
     shape: str
     layers: int | None
@@ -96,11 +96,11 @@ def prompts(plan: Tokens, vocab_size: int, seed: int) -> list[list[int]]:
 def tokens_row(plan: Tokens, say: Say = lambda what: None) -> dict[str, Any]:
     """The same requests through `kvjax.Scheduler` alone, and through gRPC and the Python client. Medians of rounds.
 
-    A round of the engine lasts from the first submit to the last completion; one of sessions from the first Generate to the last token in
-    the client, with histories that were appended before. Both prefill them. No program is compiled in a round that counts. cpu_s: of all
-    threads of a process in a round, as `time.process_time` counts: of the server's process for the engine; of the server's and of this
-    one, which holds the clients, for sessions. overhead_s: the difference of both, for each generated token. Computing on a CPU is in both,
-    and cancels but for noise.
+    A round of the engine lasts from the first submit to the last completion; one of sessions from the first Generate to
+    the last token in the client, with histories that were appended before. Both prefill them. No program is compiled in
+    a round that counts. cpu_s: of all threads of a process in a round, as `time.process_time` counts: of the server's
+    process for the engine; of the server's and of this one, which holds the clients, for sessions. overhead_s: the
+    difference of both, for each generated token. Computing on a CPU is in both, and cancels but for noise.
     """
     say("the server compiles")
     with ServerProcess(serve_tokens, plan) as server:
@@ -119,10 +119,12 @@ def tokens_row(plan: Tokens, say: Say = lambda what: None) -> dict[str, Any]:
 
 
 def idle_rows(plan: Tokens, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
-    """What a token takes in the sessions that generate: with no others open, beside `plan.idle` idle ones, and with none again, all on one
-    server. So a machine that became slower meanwhile shows. Medians of rounds, as in `tokens_row`.
+    """What a token takes in the sessions that generate: with no others open, beside `plan.idle` idle ones, and with
+    none again, all on one server. So a machine that became slower meanwhile shows. Medians of rounds, as in
+    `tokens_row`.
 
-    An idle session has generated a token, so the cache holds its history. held: sessions, and pages in use, before the rounds of a row.
+    An idle session has generated a token, so the cache holds its history. held: sessions, and pages in use, before the
+    rounds of a row.
     """
     if plan.idle < 1:
         raise ValueError(f"idle must be at least 1 session, got {plan.idle}")
@@ -173,7 +175,8 @@ class CountingClient(Client):
 
 
 def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str, float]:
-    """One round through the client: one thread for each session. gap_p50_s, gap_p95_s: between two messages of a session."""
+    """One round through the client: one thread for each session. gap_p50_s, gap_p95_s: between two messages of a
+    session."""
     begin = threading.Barrier(plan.sessions + 1)
     given = prompts(plan, server.vocab_size, number)
     taken = [0] * len(given)
@@ -213,8 +216,8 @@ def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str
 
 
 def serve_tokens(pipe: Any, plan: Tokens) -> None:
-    """The server's process of `tokens_row` and `idle_rows`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "held",
-    sessions and pages in use; "programs", compiled so far; "end"."""
+    """The server's process of `tokens_row` and `idle_rows`. Words: "engine", a round of the engine alone; "cpu",
+    seconds so far; "held", sessions and pages in use; "programs", compiled so far; "end"."""
     from benchmarks.hollow import random_model
     from kvjax.engine.engine import Engine
     from kvjax.serving.bench.decode import config_of
@@ -266,7 +269,8 @@ def _engine_round(plan: Tokens, engine: Any, number: int, heard: Compiled) -> di
 
 
 def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], Any]], idle: int = 0) -> None:
-    """Serve sessions until "end". words: what is answered to others; the functions take the runtime. idle: sessions beside."""
+    """Serve sessions until "end". words: what is answered to others; the functions take the runtime. idle: sessions
+    beside."""
     from kvjax.serving.server.grpc_server import Server, freeze_live_objects
     from kvjax.serving.server.metrics import Metrics
     from kvjax.serving.server.options import ServerOptions
@@ -285,8 +289,8 @@ def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Turns of one session with a long history. history: its tokens. appended: new tokens of each turn. answer: tokens that a turn
-    generates. rounds: timed turns of each kind."""
+    """Turns of one session with a long history. history: its tokens. appended: new tokens of each turn. answer: tokens
+    that a turn generates. rounds: timed turns of each kind."""
 
     shape: str
     layers: int | None
@@ -312,7 +316,8 @@ class Turns:
         return self.history + self.answer + turns * (self.appended + self.answer) + aligning
 
     def chunks(self, cached: int, length: int) -> int:
-        """Chunks that are computed to prefill positions [cached, length): they begin at multiples of the chunk's size."""
+        """Chunks that are computed to prefill positions [cached, length): they begin at multiples of the chunk's
+        size."""
         return -(-length // self.chunk) - cached // self.chunk
 
     @property
@@ -322,16 +327,18 @@ class Turns:
 
 
 def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Seconds from the append to the first token in the client: with the session's pages on the device ("resident"), in host memory
-    ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds; of "again",
-    whose turns are alike, of at most `AGAIN`.
+    """Seconds from the append to the first token in the client: with the session's pages on the device ("resident"), in
+    host memory ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again").
+    Medians of rounds; of "again", whose turns are alike, of at most `AGAIN`.
 
-    A turn prefills what is new and the last answer, and how many chunks it computes depends on where in a chunk it begins (`chunks` of each
-    turn). So four turns come before those that are timed: two that end at chosen places in a chunk, and after each one of the usual length,
-    of the fewest and of the most chunks. The first demoted turn does not count either, nor any in which the server compiled a program.
+    A turn prefills what is new and the last answer, and how many chunks it computes depends on where in a chunk it
+    begins (`chunks` of each turn). So four turns come before those that are timed: two that end at chosen places in a
+    chunk, and after each one of the usual length, of the fewest and of the most chunks. The first demoted turn does not
+    count either, nor any in which the server compiled a program.
 
-    filled_s: until the first token after the history came in, with what had to be compiled. append_s: of first_s, until the append was
-    answered. collecting_s: of first_s and the rest of the turn, in which the server's process collected garbage, so that nothing else ran.
+    filled_s: until the first token after the history came in, with what had to be compiled. append_s: of first_s, until
+    the append was answered. collecting_s: of first_s and the rest of the turn, in which the server's process collected
+    garbage, so that nothing else ran.
     """
     say("the server starts")
     with ServerProcess(serve_turns, plan) as server, Client(server.address, timeout_s=600.0) as client:
@@ -384,8 +391,9 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
 
 
 def _first(server: ServerProcess, count: int, begin: Callable[[], Session]) -> tuple[dict[str, float], list[int]]:
-    """Seconds from the call of `begin`, which brings a session what is new, until the first token of its generation, with the numbers of
-    tokens that were prefilled and programs that were compiled; and all tokens. Figures are those that `turn_rows` explains."""
+    """Seconds from the call of `begin`, which brings a session what is new, until the first token of its generation,
+    with the numbers of tokens that were prefilled and programs that were compiled; and all tokens. Figures are those
+    that `turn_rows` explains."""
     programs, collecting, started = server.ask("programs"), server.ask("collecting"), time.perf_counter()
     session = begin()
     begun = time.perf_counter() - started
@@ -399,8 +407,8 @@ def _first(server: ServerProcess, count: int, begin: Callable[[], Session]) -> t
 
 
 def serve_turns(pipe: Any, plan: Turns) -> None:
-    """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "collecting", seconds so far;
-    "end"."""
+    """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "collecting",
+    seconds so far; "end"."""
     from benchmarks.hollow import random_model
     from kvjax.engine.engine import Engine
     from kvjax.serving.bench.decode import config_of
@@ -455,11 +463,11 @@ def tokens_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Compare sessions through gRPC and the Python client with the engine's own batch run: tokens per second, and the host's time for each
-    token beyond that of the engine.
+    """Compare sessions through gRPC and the Python client with the engine's own batch run: tokens per second, and the
+    host's time for each token beyond that of the engine.
 
-    That time is CPU time of all threads of the server's process and of the clients' process, less that of the engine alone. Weights are
-    random.
+    That time is CPU time of all threads of the server's process and of the clients' process, less that of the engine
+    alone. Weights are random.
     """
     needs_extras("session_costs tokens", "server")
     config_of_shape(shape, layers, dtype)
@@ -482,15 +490,17 @@ def turn_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Time the first token of a turn in a session with a long history: on the device, demoted to host memory, and prefilled again.
+    """Time the first token of a turn in a session with a long history: on the device, demoted to host memory, and
+    prefilled again.
 
-    It is measured in the Python client, from the append to the first token. Weights are random. A turn computes whole chunks, so a smaller
-    --chunk answers sooner, and a larger one reads the history faster. How many it computes depends on where in a chunk it begins, so a fair
-    median takes several turns. Turns of the fewest and of the most chunks come first, untimed.
+    It is measured in the Python client, from the append to the first token. Weights are random. A turn computes whole
+    chunks, so a smaller --chunk answers sooner, and a larger one reads the history faster. How many it computes depends
+    on where in a chunk it begins, so a fair median takes several turns. Turns of the fewest and of the most chunks come
+    first, untimed.
 
-    Every turn makes the history longer, so the last kind reads more than --history. While it runs, the kinds are called resident, demoted
-    and again, and figures ending in _s are seconds: first_s to the first token, append_s of these until the append was answered,
-    collecting_s in which the server collected garbage.
+    Every turn makes the history longer, so the last kind reads more than --history. While it runs, the kinds are called
+    resident, demoted and again, and figures ending in _s are seconds: first_s to the first token, append_s of these
+    until the append was answered, collecting_s in which the server collected garbage.
     """
     needs_extras("session_costs turn", "server")
     config_of_shape(shape, layers, dtype)

@@ -40,9 +40,9 @@ PERCENTILES = (50, 95, 99)
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What to run. model: "needle", a folder, or a hub id; or a shape, with random weights. agents: how many, run by run. minutes: of each
-    run. tokens, times, longest_wait_s, history: as of `Work`. max_batch: generations at once. pages: in the pool; None: for all
-    histories."""
+    """What to run. model: "needle", a folder, or a hub id; or a shape, with random weights. agents: how many, run by
+    run. minutes: of each run. tokens, times, longest_wait_s, history: as of `Work`. max_batch: generations at once.
+    pages: in the pool; None: for all histories."""
 
     model: str
     agents: tuple[int, ...]
@@ -66,7 +66,8 @@ class Load:
 
 
 def check_chunk(chunk: int) -> None:
-    """ValueError if a server with pages of PAGE_SIZE tokens cannot prefill in chunks of so many: before its process starts."""
+    """ValueError if a server with pages of PAGE_SIZE tokens cannot prefill in chunks of so many: before its process
+    starts."""
     if chunk % PAGE_SIZE:
         raise ValueError(f"chunk {chunk} must be a multiple of the page size {PAGE_SIZE}")
 
@@ -81,8 +82,8 @@ def load_rows(load: Load, say: Callable[[str], None] = lambda what: None) -> Ite
 
 
 class Polled(NamedTuple):
-    """What was there at one time. at: seconds of `time.monotonic`. resident: bytes of the server's process. needed: bytes of the pages that
-    histories fill. cpu_s: that the process has computed so far."""
+    """What was there at one time. at: seconds of `time.monotonic`. resident: bytes of the server's process. needed:
+    bytes of the pages that histories fill. cpu_s: that the process has computed so far."""
 
     at: float
     metrics: dict[str, float]
@@ -98,15 +99,16 @@ LATE_S = 3.0
 
 
 def note(polled: list[Polled], latest: Polled) -> None:
-    """Add a look. Of those between the first and the latest, only the metric that buckets need is kept: four hours have 14,400 looks."""
+    """Add a look. Of those between the first and the latest, only the metric that buckets need is kept: four hours have
+    14,400 looks."""
     if len(polled) > 1:
         polled[-1] = polled[-1]._replace(metrics={LIVE: polled[-1].metrics[LIVE]})
     polled.append(latest)
 
 
 class Watched:
-    """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all layer groups.
-    device: what its process computes on (`device_here`). pid: of that process."""
+    """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all
+    layer groups. device: what its process computes on (`device_here`). pid: of that process."""
 
     def __init__(self, port: int, http_port: int, vocab_size: int, page: tuple[int, int], device: dict[str, Any], *, pid: int):
         self.address, self.vocab_size, self._page, self.device = f"127.0.0.1:{port}", vocab_size, page, device
@@ -157,8 +159,8 @@ class Watched:
 class ServerProcess(Watched):
     """A server in a process of its own, as a context. RuntimeError if it cannot start.
 
-    target: called in that process with its end of the pipe and `args`. It sends the arguments of `Watched` but `pid` once it listens, then
-    takes words: it answers each, and returns after "end".
+    target: called in that process with its end of the pipe and `args`. It sends the arguments of `Watched` but `pid`
+    once it listens, then takes words: it answers each, and returns after "end".
     """
 
     def __init__(self, target: Callable[..., None], *args: Any):
@@ -270,8 +272,8 @@ def _bucket_seconds(seconds: float) -> float:
 
 
 def _buckets(turns: list[Turn], began: float, polled: list[Polled], seconds: float) -> list[dict[str, Any]]:
-    """The run in parts of `_bucket_seconds`. prefilled: of its turns. server_cpu_s: CPU time of the server's process between the first and
-    the last look in it."""
+    """The run in parts of `_bucket_seconds`. prefilled: of its turns. server_cpu_s: CPU time of the server's process
+    between the first and the last look in it."""
     length, found = _bucket_seconds(seconds), []
     for place in range(max(BUCKETS, int(seconds / length))):
         first, last = place * length, (place + 1) * length
@@ -292,11 +294,12 @@ def _buckets(turns: list[Turn], began: float, polled: list[Polled], seconds: flo
 def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float], counted: dict[str, float], agents: list[Agent]) -> dict:
     """The gates that a run decides: G1 (memory), G2 (latency), G4 (invariants), G5 (everything through the client).
 
-    Memory of pages must not differ from the first bucket in either direction, and memory of the process must not grow: it falls when what
-    compiling took is given back. Peaks of pages follow the lengths of the histories, which differ by chance, unless the pool is always
-    full. So ours is about leaks too: at no time do sessions hold more pages than their histories fill, and none is in use at the end.
-    after: metrics when all sessions are closed. beside: drift of what other programs on the machine do not slow down: the work of a turn,
-    and the server's CPU time for each of its turns' tokens. It decides nothing.
+    Memory of pages must not differ from the first bucket in either direction, and memory of the process must not grow:
+    it falls when what compiling took is given back. Peaks of pages follow the lengths of the histories, which differ by
+    chance, unless the pool is always full. So ours is about leaks too: at no time do sessions hold more pages than
+    their histories fill, and none is in use at the end. after: metrics when all sessions are closed. beside: drift of
+    what other programs on the machine do not slow down: the work of a turn, and the server's CPU time for each of its
+    turns' tokens. It decides nothing.
 
     Only a run with three buckets of ten minutes decides G1 and G2. In a shorter one the same figures are
     called `compressed`.
@@ -388,10 +391,11 @@ def sessions_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Let simulated agents work on a server over gRPC, through the Python client, and compute the gates of docs/measured/sessions.md.
+    """Let simulated agents work on a server over gRPC, through the Python client, and compute the gates of
+    docs/measured/sessions.md.
 
-    How many tokens they append and generate, and how long they wait, follows a published trace of coding agents (TraceLab, arXiv
-    2606.30560). A run shorter than three buckets of ten minutes does not decide G1 and G2.
+    How many tokens they append and generate, and how long they wait, follows a published trace of coding agents
+    (TraceLab, arXiv 2606.30560). A run shorter than three buckets of ten minutes does not decide G1 and G2.
     """
     needs_extras("sessions", "server")
     check_dtype(dtype)

@@ -1,4 +1,5 @@
-"""Tables of requests through the scheduler, the host's time, compilation, sessions, stores and sequences larger than the device."""
+"""Tables of requests through the scheduler, the host's time, compilation, sessions, stores and sequences larger than
+the device."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def host_cells(row: Row) -> tuple[str, ...]:
 
 
 def sessions_cells(row: Row) -> tuple[str, ...]:
-    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided. "not ours": it holds by the paper's
-    number, but not by our own."""
+    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided. "not ours": it
+    holds by the paper's number, but not by our own."""
     milli = (f"{row[name][each] * 1e3:,.1f}" if row[name] else "" for name in ("first_s", "gap_s") for each in ("p50", "p95", "p99"))
     held = {True: "", False: " fails", None: " not run"}
     ours = {name: " (not ours)" for name, gate in row["gates"].items() if gate["holds"] and not gate.get("ours", True)}
@@ -66,7 +67,8 @@ def session_idle_cells(row: Row) -> tuple[str, ...]:
 
 
 def session_turn_cells(row: Row) -> tuple[str, ...]:
-    """Cells with milliseconds to the first token, median and range of turns, and the chunks of prefill that they computed."""
+    """Cells with milliseconds to the first token, median and range of turns, and the chunks of prefill that they
+    computed."""
     what = {"resident": "pages on the device", "demoted": "pages in host memory", "again": "a new session of the whole history"}
     shape, job = f"{shape_text(row)}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
     turns = [turn["first_s"] * 1e3 for turn in row["turns"]]

@@ -34,17 +34,19 @@ from kvjax.serving.xla_flags import allow_host_pages
 from pallas_kernels.bench.timing import record
 
 MOST = 0.93
-"""Share of the free memory that pages of a prompt may take where all of it lies on the device. The rest is for its chunks."""
+"""Share of the free memory that pages of a prompt may take where all of it lies on the device. The rest is for its
+chunks."""
 
 ROOM = 115
-"""Percent of the longest prompt's pages for which there is host memory: windows of pages end at few places, beyond the pages needed."""
+"""Percent of the longest prompt's pages for which there is host memory: windows of pages end at few places, beyond the
+pages needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TieredPrompts:
-    """What to time: a prompt of each number of tokens by each policy, `chunk` tokens at a time. device_bytes: what the cache may take on
-    the device, indexes included, in an engine whose host memory holds the longest prompt; None: all of it lies on the device. cache_format:
-    how full pages are packed; None: they are not."""
+    """What to time: a prompt of each number of tokens by each policy, `chunk` tokens at a time. device_bytes: what the
+    cache may take on the device, indexes included, in an engine whose host memory holds the longest prompt; None: all
+    of it lies on the device. cache_format: how full pages are packed; None: they are not."""
 
     shape: str
     config: ModelConfig
@@ -62,11 +64,11 @@ class TieredPrompts:
 
 
 def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
-    last two, with the rates of their copies (`traced_copy_rates`) and these by size (`copy_sizes`); bytes that its chunks copied from host
-    memory; bytes that moved there; the rate of a plain copy from there; and the most bytes of device memory that the process has taken so
-    far, and after what this rose (`Peaks`), weights left out and pages included. `skipped` is set if everything on the device does not fit
-    there."""
+    """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of
+    the kernels of the last two, with the rates of their copies (`traced_copy_rates`) and these by size (`copy_sizes`);
+    bytes that its chunks copied from host memory; bytes that moved there; the rate of a plain copy from there; and the
+    most bytes of device memory that the process has taken so far, and after what this rose (`Peaks`), weights left out
+    and pages included. `skipped` is set if everything on the device does not fit there."""
     say("weights")
     model, peaks = random_model(plan.config), Peaks()
     peaks.look("weights")
@@ -133,7 +135,8 @@ def _named(plan: TieredPrompts, tokens: int, policy: PrefillPolicy, device_bytes
 
 
 def _compile(engine: FakeEngine, tokens: int, say: Callable[[str], None]) -> None:
-    """Run one chunk of every program that the prompt needs, after a beginning that is not computed, and a prompt whose pages move."""
+    """Run one chunk of every program that the prompt needs, after a beginning that is not computed, and a prompt whose
+    pages move."""
     room = sum(frames.counts.device for frames in engine.frames.values()) * PAGE_SIZE
     if room:
         engine.free(*engine.prefill([random_prompt(engine.config, min(tokens, room + 2 * engine.prefill_chunk), seed=0)]))
@@ -218,7 +221,8 @@ def tiered_prefill_command(
 ) -> None:
     """Time whole prompts of which the device has room for a part, in the engine.
 
-    Weights and tokens are random. Earlier pages are copied from host memory once for each layer and chunk, so large chunks copy less.
+    Weights and tokens are random. Earlier pages are copied from host memory once for each layer and chunk, so large
+    chunks copy less.
     """
     allow_host_pages()
     from kvjax.serving.bench.prefill import policies_of

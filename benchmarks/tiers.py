@@ -1,7 +1,8 @@
 """Decode steps of a sequence that is larger than the device's share of the cache, beside its floors.
 
-The sequence's pages hold random numbers; there is no prefill. A page lies on the device or in host memory, where kernels read it in place,
-or through the hot buffer. The row to compare with has everything on the device, where that fits.
+The sequence's pages hold random numbers; there is no prefill. A page lies on the device or in host memory, where
+kernels read it in place, or through the hot buffer. The row to compare with has everything on the device, where that
+fits.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ COPY = 1 << 30
 
 
 LEAST = 4
-"""Launches before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a step takes."""
+"""Launches before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a
+step takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiered:
-    """What to time. tokens: of the sequences, one at a time. device_bytes: what the cache may take on the device, indexes included, in an
-    engine whose host memory holds the longest sequence; None: all of it lies on the device. steps: in a round, at most. seconds: how long
-    the timed rounds of a row may take; slow steps, as dense ones over the bus, then run fewer to a round, but at least one. cache_format:
-    how full pages are packed; None: they are not. steps_per_launch: steps that the device runs without the host."""
+    """What to time. tokens: of the sequences, one at a time. device_bytes: what the cache may take on the device,
+    indexes included, in an engine whose host memory holds the longest sequence; None: all of it lies on the device.
+    steps: in a round, at most. seconds: how long the timed rounds of a row may take; slow steps, as dense ones over the
+    bus, then run fewer to a round, but at least one. cache_format: how full pages are packed; None: they are not.
+    steps_per_launch: steps that the device runs without the host."""
 
     shape: str
     config: ModelConfig
@@ -114,11 +117,12 @@ class Tiered:
 
 
 def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """A row for each size of the device, length and policy: median seconds of a step; the bytes of keys and values that it read; those of
-    them that came from host memory; those that it listed there and looked up in the hot buffer, and those of these that were copied;
-    the rate of a plain copy from pinned host memory, in bytes per second; and, on a GPU, of a round that is traced: the device's seconds of
-    a step, pauses between kernels included, how many kernels a step launches, and the seconds of those that take longest. `skipped` is set
-    if everything on the device does not fit there."""
+    """A row for each size of the device, length and policy: median seconds of a step; the bytes of keys and values that
+    it read; those of them that came from host memory; those that it listed there and looked up in the hot buffer, and
+    those of these that were copied; the rate of a plain copy from pinned host memory, in bytes per second; and, on a
+    GPU, of a round that is traced: the device's seconds of a step, pauses between kernels included, how many kernels a
+    step launches, and the seconds of those that take longest. `skipped` is set if everything on the device does not fit
+    there."""
     say("weights")
     model = random_model(plan.config)
     frame = plan.spec.bytes_per_frame("full")
@@ -154,7 +158,8 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
 
 
 def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | None, frame: int) -> dict[str, Any]:
-    """The fields of a row that say what it is. name: of the policy whose work the step does. lists: who chose what it reads."""
+    """The fields of a row that say what it is. name: of the policy whose work the step does. lists: who chose what it
+    reads."""
     replaced = isinstance(policy, Fresh | Replayed)
     packed = {} if plan.cache_format is None else {"cache_format": plan.cache_format}
     return packed | {
@@ -171,8 +176,8 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
 
 
 def _time_steps(engine: FakeEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
-    """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read: of a launch of
-    several, keys by its last step, and what the hot buffer was asked for by all of them."""
+    """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read:
+    of a launch of several, keys by its last step, and what the hot buffer was asked for by all of them."""
     rows, tokens, several = SamplingRows.of([None]), engine.put(np.zeros(1, np.int32)), plan.steps_per_launch
     launch = None if several == 1 else Launch(several, never(1), several)
     layer, first = plan.spec.layers[plan.spec.paged[0]], sequence.length
@@ -267,8 +272,8 @@ def tiers_command(
 ) -> None:
     """Time decode steps of sequences whose pages lie in host memory where the device has no room for them.
 
-    Weights and pages are random; there is no prefill. `kvjax cost fit` takes the result: it needs --resident, several --tokens, the policy
-    dense, --fresh and --recorded (docs/cost-model.md).
+    Weights and pages are random; there is no prefill. `kvjax cost fit` takes the result: it needs --resident, several
+    --tokens, the policy dense, --fresh and --recorded (docs/cost-model.md).
     """
     allow_host_pages()
     from benchmarks.lists import Fresh, Replayed

@@ -29,7 +29,8 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Requests of `prompt` + `answer` tokens, all submitted at once, each with its own slot. chunk: tokens of a chunk of prefill."""
+    """Requests of `prompt` + `answer` tokens, all submitted at once, each with its own slot. chunk: tokens of a chunk
+    of prefill."""
 
     shape: str
     config: ModelConfig
@@ -46,9 +47,11 @@ class Traffic:
 
 
 def throughput_row(plan: Traffic, policy: str, say: Say = lambda what: None) -> dict[str, Any]:
-    """Seconds from the first submit to the last completion. One request of the same lengths runs before, so nothing is compiled then.
+    """Seconds from the first submit to the last completion. One request of the same lengths runs before, so nothing is
+    compiled then.
 
-    prefill_s: seconds until every request has its first token. decode_s: the rest, in which all slots decode. Rates are of these parts.
+    prefill_s: seconds until every request has its first token. decode_s: the rest, in which all slots decode. Rates are
+    of these parts.
     """
     say(f"{policy}: weights and pages")
     pages = plan.requests * pages_of(plan.prompt + plan.answer)
@@ -84,15 +87,16 @@ def throughput_row(plan: Traffic, policy: str, say: Say = lambda what: None) -> 
 
 
 LEARNING = 3
-"""Number of computed chunks whose gaps are not counted, because the scheduler is still learning how long a slice takes."""
+"""Number of computed chunks whose gaps are not counted, because the scheduler is still learning how long a slice
+takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gaps:
     """A prompt that is prefilled while other sequences, the neighbours, decode. max_gap_ms: the scheduler's option.
 
-    computed: tokens at the end of the prompt that are computed; these take longest. neighbours: their number. history: tokens of a
-    neighbour's prompt. policy: of their decode steps. seconds: time limit for each part of the measurement.
+    computed: tokens at the end of the prompt that are computed; these take longest. neighbours: their number. history:
+    tokens of a neighbour's prompt. policy: of their decode steps. seconds: time limit for each part of the measurement.
     """
 
     shape: str
@@ -122,12 +126,13 @@ class Gaps:
 
 
 def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
-    """Gaps between tokens of the neighbours while the prompt is prefilled; the prompt's speed beside them, and alone without max_gap_ms.
+    """Gaps between tokens of the neighbours while the prompt is prefilled; the prompt's speed beside them, and alone
+    without max_gap_ms.
 
-    A gap is the time between two steps that returned a token of the first neighbour; every step has all neighbours. Gaps of the first
-    LEARNING computed chunks do not count: skipped chunks take no time, so the scheduler learns the time of a slice only in these. quiet_s:
-    the median gap while nothing is prefilled. Pages of tokens that are not computed hold random numbers. RuntimeError if fewer than two
-    chunks more were computed within `seconds`.
+    A gap is the time between two steps that returned a token of the first neighbour; every step has all neighbours.
+    Gaps of the first LEARNING computed chunks do not count: skipped chunks take no time, so the scheduler learns the
+    time of a slice only in these. quiet_s: the median gap while nothing is prefilled. Pages of tokens that are not
+    computed hold random numbers. RuntimeError if fewer than two chunks more were computed within `seconds`.
     """
     say("weights and pages")
     slots = plan.neighbours + 1
@@ -155,7 +160,8 @@ def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
 
 
 def _alone(engine: FakeEngine, plan: Gaps, prompt: list[int], say: Say) -> float:
-    """Tokens per second of the prompt's computed chunks, except the first, which compiles. The host launches one chunk ahead."""
+    """Tokens per second of the prompt's computed chunks, except the first, which compiles. The host launches one chunk
+    ahead."""
     engine.hollow = plan.prompt - plan.computed
     sequence = engine.new_sequence()
     engine.reserve([sequence], plan.prompt)
@@ -239,7 +245,8 @@ def throughput_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Time requests through the scheduler, from the first submit to the last completion, with random weights and no bound on gaps."""
+    """Time requests through the scheduler, from the first submit to the last completion, with random weights and no
+    bound on gaps."""
     config = config_of_shape(shape, layers, dtype)
     plan = plan_of(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
     run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
@@ -262,7 +269,8 @@ def gaps_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Measure gaps between tokens of sequences that decode while a long prompt is prefilled, and what the bound on them costs the prompt.
+    """Measure gaps between tokens of sequences that decode while a long prompt is prefilled, and what the bound on them
+    costs the prompt.
 
     First part: the prompt alone, without a bound. Second part: with its neighbours and the bound. Weights are random.
     """

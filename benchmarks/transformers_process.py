@@ -1,9 +1,11 @@
-"""A model run by `transformers`, in a Python of its own: PyTorch is not installed with kvjax. This file imports nothing of kvjax.
+"""A model run by `transformers`, in a Python of its own: PyTorch is not installed with kvjax. This file imports nothing
+of kvjax.
 
     python transformers_process.py FOLDER DTYPE THREADS
 
-loads a model folder and answers a line of JSON with versions. Then every line {"prompt": token ids, "steps": n} is answered by a line
-{"prefill_s", "step_s": one for each step, "tokens": greedy ones, n + 1, "logits": those after the prompt}, or {"failed": why}.
+loads a model folder and answers a line of JSON with versions. Then every line {"prompt": token ids, "steps": n} is
+answered by a line {"prefill_s", "step_s": one for each step, "tokens": greedy ones, n + 1, "logits": those after the
+prompt}, or {"failed": why}.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python -m benchmarks.update_docs --pictures  # their pictures, too
     python -m benchmarks.update_docs --check     # changes nothing; says which documents would change
 
-A table stands between a mark such as `<!-- bench:decode-step -->` and `<!-- /bench -->`, mostly in a page of docs/measured/. `PAGES` says
-which results each document shows. Those of docs/cost-model.md are of the cost models that `kvjax cost fit` makes of results.
+A table stands between a mark such as `<!-- bench:decode-step -->` and `<!-- /bench -->`, mostly in a page of
+docs/measured/. `PAGES` says which results each document shows. Those of docs/cost-model.md are of the cost models that
+`kvjax cost fit` makes of results.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FITTED = ROOT / "kvjax" / "cost_model" / "fitted"
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """Tables that a document has of the files of `folder` that match `patterns`, by `make(text, files)`, which returns the document."""
+    """Tables that a document has of the files of `folder` that match `patterns`, by `make(text, files)`, which returns
+    the document."""
 
     patterns: Sequence[str]
     make: Callable[[str, Sequence[Path]], str] = lambda text, files: report.rendered(text, report.load(files))

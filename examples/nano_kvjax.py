@@ -219,8 +219,8 @@ def attend_best(
     """`top:K`: select blocks, then attend to them. Each KV head has a list of its own, and each step a new one.
 
     Select: in each dimension, the larger of the query's products with the two bounds of a block; their sum is at least
-    the query's product with any key of the block. The best query head of a KV head gives the block its score. Listed are
-    the first SINK blocks, the last LOCAL ones, and of the distant ones the `top` that score best. (Source: Quest.)
+    the query's product with any key of the block. The best query head of a KV head gives the block its score. Listed
+    are the first SINK blocks, the last LOCAL ones, and of the distant ones the `top` that score best. (Source: Quest.)
 
     Attend: softmax over the keys of the listed blocks, as if there were no others.
 

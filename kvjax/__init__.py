@@ -1,6 +1,7 @@
 """kvjax: long-context language-model inference in JAX.
 
-The KV cache is a pool of pages and attention reads a list of blocks of them; a policy is a function that returns the list.
+The KV cache is a pool of pages and attention reads a list of blocks of them; a policy is a function that returns the
+list.
 
     import kvjax
     model = kvjax.load("needle")

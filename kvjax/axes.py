@@ -1,7 +1,9 @@
-"""How work is split over several devices: a mesh of two axes, and one table of logical axes that says along which each array is cut.
+"""How work is split over several devices: a mesh of two axes, and one table of logical axes that says along which each
+array is cut.
 
-`tensor` cuts heads, MLP columns and the vocabulary. `context` deals out the pages of every sequence, in turn. A step runs as one program in
-which each device sees only its part of weights and cache (`kvjax.engine.sharding`). `Shards` is what such a program knows about the mesh.
+`tensor` cuts heads, MLP columns and the vocabulary. `context` deals out the pages of every sequence, in turn. A step
+runs as one program in which each device sees only its part of weights and cache (`kvjax.engine.sharding`). `Shards` is
+what such a program knows about the mesh.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ RULES = {
 }
 """Along which axis of a mesh a logical axis is cut. Others are whole on every device.
 
-heads: query heads. out_heads: the same heads, as the output projection takes them. channels: what goes through the convolution of a
-recurrent layer. pages: of a pool.
+heads: query heads. out_heads: the same heads, as the output projection takes them. channels: what goes through the
+convolution of a recurrent layer. pages: of a pool.
 """
 
 
@@ -52,7 +54,8 @@ def mesh(*, tensor: int = 1, context: int = 1, devices: Sequence[jax.Device] | N
     """A mesh of `context * tensor` devices for `Engine(mesh=...)`.
 
     Args:
-        tensor: over how many devices heads, MLPs and the vocabulary are split. Neighbours in `devices` share pages of the same tokens.
+        tensor: over how many devices heads, MLPs and the vocabulary are split. Neighbours in `devices` share pages of
+            the same tokens.
         context: over how many devices the pages of each sequence are sharded, a power of two.
         devices: None: the first ones that JAX has.
 
@@ -80,9 +83,10 @@ def spec_of(axes: LogicalAxes) -> PartitionSpec:
 class Shards:
     """What a program over a mesh knows about it. Static and hashable.
 
-    mesh: as `mesh` makes it. pages: by layer group whose pages are sharded, how many each device holds; page ids [d * n, (d + 1) * n) lie
-    on device d of the context axis. row_parts: over how many devices of the context axis the rows of a chunk of prefill are sharded
-    (`kvjax.engine.sequence_parallel`): all of them, or 1. Methods that take arrays are for programs inside `jax.shard_map`.
+    mesh: as `mesh` makes it. pages: by layer group whose pages are sharded, how many each device holds; page ids [d *
+    n, (d + 1) * n) lie on device d of the context axis. row_parts: over how many devices of the context axis the rows
+    of a chunk of prefill are sharded (`kvjax.engine.sequence_parallel`): all of them, or 1. Methods that take arrays
+    are for programs inside `jax.shard_map`.
     """
 
     mesh: Mesh
@@ -109,8 +113,8 @@ class Shards:
 
     @property
     def chunk_spec(self) -> PartitionSpec:
-        """How the hidden states `[B, T, E]` of a chunk of prefill are cut between its programs: by rows, where these are sharded. Each
-        device's rows are in the order of `kvjax.engine.sequence_parallel`."""
+        """How the hidden states `[B, T, E]` of a chunk of prefill are cut between its programs: by rows, where these
+        are sharded. Each device's rows are in the order of `kvjax.engine.sequence_parallel`."""
         return WHOLE_COPY if self.row_parts == 1 else PartitionSpec(None, CONTEXT)
 
     # Exchanges
@@ -132,7 +136,8 @@ class Shards:
     def rows_of(
         self, table: Float[Array, "V/n E"] | PackedMatrix, ids: Int[Array, "B T"], count: int, dtype: DTypeLike | None = None
     ) -> Float[Array, "B T E"]:
-        """Rows of a table that is cut along its first axis; NaN for ids outside [0, count). dtype: of rows of a packed table."""
+        """Rows of a table that is cut along its first axis; NaN for ids outside [0, count). dtype: of rows of a packed
+        table."""
         local = ids - (self.number(TENSOR) * table.shape[0] if self.tensor > 1 else 0)
         rows = take_rows(table, local, fill=0, dtype=dtype)
         return jnp.where(((ids >= 0) & (ids < count))[..., None], self.sum(rows), jnp.nan)
@@ -145,11 +150,12 @@ class Shards:
         return jax.lax.dynamic_slice_in_dim(out, (self.number(TENSOR) % copies) * each, each, axis=2)
 
     def over_heads(self, copies: int, *sums: Array) -> tuple[Array, ...]:
-        """Sums over the heads of all devices of the tensor axis, from those over each one's own, `copies` of which have the same. Added in
-        device order."""
+        """Sums over the heads of all devices of the tensor axis, from those over each one's own, `copies` of which have
+        the same. Added in device order."""
         if self.tensor == 1:
             return sums
-        # Without a barrier XLA adds up each of these by one thread, where they are put beside each other: 0.19 ms of a step.
+        # Without a barrier XLA adds up each of these by one thread, where they are put beside each other: 0.19 ms of a
+        # step.
         found = self._from_all(TENSOR, *jax.lax.optimization_barrier(sums))
         return tuple(functools.reduce(jnp.add, list(x[::copies])) for x in found)
 
@@ -166,9 +172,9 @@ class Shards:
     def own_pages(
         self, table: Int[Array, "B M"], lengths: Int[Array, "B"], first: Int[Array, "B"], page_size: int
     ) -> tuple[Int[Array, "B M/n+1"], Int[Array, "B"]]:
-        """This device's pages of each row alone, up to the query's page, side by side in their order, and the tokens up to the query's as
-        they stand there. A device without the query's own page has one token more, in a page that does not exist: so none of its pages
-        counts as the query's.
+        """This device's pages of each row alone, up to the query's page, side by side in their order, and the tokens up
+        to the query's as they stand there. A device without the query's own page has one token more, in a page that
+        does not exist: so none of its pages counts as the query's.
 
         table: `own_table`. lengths: the query's token included. first: as `first_of` finds it.
         """
@@ -181,7 +187,8 @@ class Shards:
         return jnp.pad(jnp.where(reached, own, -1), ((0, 0), (0, 1)), constant_values=-1), tokens
 
     def _place(self, first: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Which page of a row is this device's first one; with n devices along the context axis, it has every nth from there on."""
+        """Which page of a row is this device's first one; with n devices along the context axis, it has every nth from
+        there on."""
         return (self.number(CONTEXT) - first) % self.context
 
     def _dealt(self, own: Int[Array, "B M"], first: Int[Array, "B"]) -> Int[Array, "B M/n"]:
@@ -202,9 +209,9 @@ class Shards:
         first: Int[Array, "B"],
         block_lse: Float[Array, "B T H W"] | None = None,
     ) -> tuple[Array, Array, Array | None]:
-        """Attention over the keys of all devices of the context axis, from that over each one's own, in device order, beginning with the
-        device that has a row's first page: so bits do not depend on which one that is. first: as `first_of` finds it. block_lse: of listed
-        blocks, -inf on devices that do not hold them."""
+        """Attention over the keys of all devices of the context axis, from that over each one's own, in device order,
+        beginning with the device that has a row's first page: so bits do not depend on which one that is. first: as
+        `first_of` finds it. block_lse: of listed blocks, -inf on devices that do not hold them."""
         order = (first + jnp.arange(self.context, dtype=jnp.int32)[:, None]) % self.context
         found = self._from_all(CONTEXT, out, lse)
         outs, lses = (jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=0) for x in found)
@@ -224,8 +231,9 @@ class Shards:
         return all_gather(arrays, axis_name=axis, mesh=self.mesh)
 
     def places(self, table: Int[Array, "B M"], own: Int[Array, "B M"]) -> tuple[Int[Array, "B M/n"], Int[Array, "B M"]]:
-        """How to bring the pages of a table together: the rows of the pool that this device contributes, 0 where there is none, and the
-        place of each logical page among the contributions of all devices, one device after the other; -1 for none.
+        """How to bring the pages of a table together: the rows of the pool that this device contributes, 0 where there
+        is none, and the place of each logical page among the contributions of all devices, one device after the other;
+        -1 for none.
 
         own: `own_table`. Pages of a row are sharded in turn, beginning with any device.
         """
@@ -246,8 +254,10 @@ class Shards:
     # Programs
 
     def run(self, function: Callable, arrays: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]) -> Any:
-        """`function(*arrays)` on every device of the mesh, over its part of the arrays. Specs are `PartitionSpec`s, or trees of them."""
-        # Results without an axis of the mesh are the same on every device. JAX cannot show this where a kernel computes them.
+        """`function(*arrays)` on every device of the mesh, over its part of the arrays. Specs are `PartitionSpec`s, or
+        trees of them."""
+        # Results without an axis of the mesh are the same on every device. JAX cannot show this where a kernel computes
+        # them.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
 
 
@@ -256,8 +266,8 @@ WHOLE_COPY = PartitionSpec()
 
 
 def check_mesh(mesh: Mesh | None, stores: Mapping[str, Any]) -> None:
-    """NotImplementedError for a disk beside a mesh of several processes, and ValueError for one that leaves other processes out: processes
-    agree on sizes and files together."""
+    """NotImplementedError for a disk beside a mesh of several processes, and ValueError for one that leaves other
+    processes out: processes agree on sizes and files together."""
     if mesh is None:
         return
     mesh = Shards(mesh).mesh
@@ -282,7 +292,8 @@ def mesh_of(leaf: Array | np.ndarray) -> Mesh | None:
 
 
 def on_host(arrays: Any) -> Any:
-    """Arrays, or trees of them, in host memory, whole. Where a mesh has devices of several processes, each of them must call it."""
+    """Arrays, or trees of them, in host memory, whole. Where a mesh has devices of several processes, each of them must
+    call it."""
     if all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)):
         return jax.device_get(arrays)
     return multihost_utils.process_allgather(arrays, tiled=True)
@@ -296,7 +307,8 @@ def least_of_processes(mesh: Mesh | None, count: int) -> int:
 
 
 def in_first_process(mesh: Mesh | None, task: Callable[[], None]) -> None:
-    """Do a task once, if a mesh has devices of several processes; the others wait. OSError there if it fails in the first."""
+    """Do a task once, if a mesh has devices of several processes; the others wait. OSError there if it fails in the
+    first."""
     if not several_processes(mesh):
         return task()
     error = None
@@ -319,8 +331,8 @@ def several_processes(mesh: Mesh | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut along the tensor axis. axes: its logical axes, one of which is cut. rows: along that axis, the rows that each
-    device has, in its order. Devices may have the same rows."""
+    """How a parameter is cut along the tensor axis. axes: its logical axes, one of which is cut. rows: along that axis,
+    the rows that each device has, in its order. Devices may have the same rows."""
 
     axes: LogicalAxes
     rows: tuple[tuple[int, ...], ...]
@@ -347,7 +359,8 @@ def even(what: str, count: int, parts: int) -> Units:
 
 
 def even_or_copied(what: str, count: int, parts: int) -> Units:
-    """As `even`; where there are fewer units than devices, one for each device, so that several devices hold the same."""
+    """As `even`; where there are fewer units than devices, one for each device, so that several devices hold the
+    same."""
     if count < parts and parts % count == 0:
         return [[part * count // parts] for part in range(parts)]
     if count < parts:
@@ -359,8 +372,8 @@ def even_or_copied(what: str, count: int, parts: int) -> Units:
 
 
 def cut(axes: LogicalAxes, *sections: tuple[Units, int]) -> Cut:
-    """A cut of an axis that consists of sections, one after the other, each of units of equal size. sections: which units each device has,
-    and rows of a unit. A section holds each unit up to the largest number."""
+    """A cut of an axis that consists of sections, one after the other, each of units of equal size. sections: which
+    units each device has, and rows of a unit. A section holds each unit up to the largest number."""
     parts, start = [[] for _ in sections[0][0]], 0
     for units, size in sections:
         for rows, own in zip(parts, units, strict=True):
@@ -370,7 +383,8 @@ def cut(axes: LogicalAxes, *sections: tuple[Units, int]) -> Cut:
 
 
 def cut_of(how: Cut | None, matrix: Array | PackedMatrix, name: str) -> Any:
-    """The cut of a parameter: `how` of an array; of a packed matrix one cut, or None, for each of its arrays, in their places.
+    """The cut of a parameter: `how` of an array; of a packed matrix one cut, or None, for each of its arrays, in their
+    places.
 
     name: of the matrix, for the ValueError where a device would have a part of a block.
     """
@@ -387,7 +401,8 @@ def cut_of(how: Cut | None, matrix: Array | PackedMatrix, name: str) -> Any:
 
 
 def _cut_blocks(how: Cut, block: int, matrix: PackedMatrix, name: str) -> Cut:
-    """The cut of blocks of `block` rows or columns each, from that of the rows or columns. Every device must have whole blocks."""
+    """The cut of blocks of `block` rows or columns each, from that of the rows or columns. Every device must have whole
+    blocks."""
     if block == 1:
         return how
     size, parts = 1 + max(map(max, how.rows)), []

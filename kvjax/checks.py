@@ -17,7 +17,8 @@ from pallas_kernels.core.messages import shown
 
 
 def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -> int:
-    """The value as an int; ValueError unless it is a whole number in [least, below). True and False do not count as numbers."""
+    """The value as an int; ValueError unless it is a whole number in [least, below). True and False do not count as
+    numbers."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, got {shown(value)}")
     if value < least:
@@ -47,7 +48,8 @@ def optional_function(name: str, value: object) -> None:
 
 
 def file_path(path: object, what: str = "file") -> Path:
-    """The path of a file, `~` expanded; ValueError for anything that is no path. what: for the message, what it leads to."""
+    """The path of a file, `~` expanded; ValueError for anything that is no path. what: for the message, what it leads
+    to."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"the path of a {what} is needed, as a string or a pathlib.Path, got {shown(path)}")
@@ -71,7 +73,8 @@ def check_salt(salt: object) -> None:
 
 
 def check_model(model: object, caller: str) -> None:
-    """ValueError if `model` is not a model, but a model's name, for instance. caller: the function of kvjax that got it."""
+    """ValueError if `model` is not a model, but a model's name, for instance. caller: the function of kvjax that got
+    it."""
     if isinstance(model, str | Path):
         raise ValueError(
             f"{str(model)!r} is a name, but kvjax.{caller} needs the model itself: kvjax.{caller}(kvjax.load({str(model)!r}), ...)"
@@ -84,7 +87,8 @@ PROMPTS_REMEDY = "prefill([ids]) for one prompt, and of what a tokenizer returne
 
 
 def listed(given: object, what: str, remedy: str) -> list:
-    """The items of a list or other iterable. ValueError for anything else, and for text and mappings. what: of what it is a list."""
+    """The items of a list or other iterable. ValueError for anything else, and for text and mappings. what: of what it
+    is a list."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise ValueError(f"a list of {what} is needed, got {shown(given)}: {remedy}")
     return list(given)
@@ -97,10 +101,12 @@ def check_unmasked(tokens: object) -> None:
 
 
 class TokenIds(Sequence[int]):
-    """A row of whole numbers that were looked at once, in an array that nobody writes to: token ids, up to the size of the vocabulary.
+    """A row of whole numbers that were looked at once, in an array that nobody writes to: token ids, up to the size of
+    the vocabulary.
 
-    `kvjax.text.tokenization.encode` and `token_ids` make it of what a caller gives, and take it at once. A slice is a view. array: int32;
-    a wider type, or object, only where a number does not fit, which no vocabulary has. Equal to another one of the same ids, and to a list.
+    `kvjax.text.tokenization.encode` and `token_ids` make it of what a caller gives, and take it at once. A slice is a
+    view. array: int32; a wider type, or object, only where a number does not fit, which no vocabulary has. Equal to
+    another one of the same ids, and to a list.
     """
 
     __slots__ = ("_bounds", "array")
@@ -175,7 +181,8 @@ class TokenIds(Sequence[int]):
 
 
 def token_ids(tokens: Sequence[int] | TokenIds, vocab_size: int) -> TokenIds:
-    """Token ids, looked at once; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
+    """Token ids, looked at once; ValueError for anything that is not a row of ids in the vocabulary. True and False are
+    not ids."""
     if isinstance(tokens, TokenIds):
         return tokens.inside(vocab_size)
     if isinstance(tokens, str):

@@ -1,9 +1,11 @@
-"""How programs are compiled: those whose results are bits that others must find again, and those that compile in other threads.
+"""How programs are compiled: those whose results are bits that others must find again, and those that compile in other
+threads.
 
-XLA may time several ways to compute a product or a sum when it compiles a program for a GPU, and take the fastest one. The ways round
-differently, and which one wins depends on what else the machine does. So two processes could get different bits, and so could two programs
-of one process, if one of them came from a cache of programs that another process filled. `program` fixes the way: products by cuBLAS with
-the algorithm that it proposes first, sums by XLA's own kernels.
+XLA may time several ways to compute a product or a sum when it compiles a program for a GPU, and take the fastest one.
+The ways round differently, and which one wins depends on what else the machine does. So two processes could get
+different bits, and so could two programs of one process, if one of them came from a cache of programs that another
+process filled. `program` fixes the way: products by cuBLAS with the algorithm that it proposes first, sums by XLA's own
+kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ FIXED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """Options of XLA. Devices other than GPUs ignore them."""
 
 program = functools.partial(jax.jit, compiler_options=FIXED)
-"""`jax.jit` with these options. They are of a whole program: inside another jitted function, `grad` or `scan`, JAX raises ValueError."""
+"""`jax.jit` with these options. They are of a whole program: inside another jitted function, `grad` or `scan`, JAX
+raises ValueError."""
 
 
 MAX_THREADS = 8
@@ -33,12 +36,12 @@ NAMED = "kvjax compiles"
 
 
 class CompileAhead:
-    """Compiles jitted functions before they are called. `key in` says whether a key's programs were begun. running: those for which nobody
-    has waited yet.
+    """Compiles jitted functions before they are called. `key in` says whether a key's programs were begun. running:
+    those for which nobody has waited yet.
 
-    They are traced and lowered in the caller's thread, because that runs code of policies and depends on the caller's contexts. Only XLA
-    runs in the other thread. A later call with arguments of the same shapes and types finds the program and compiles nothing. A call that
-    differs compiles its own, so a wrong guess costs time and nothing else.
+    They are traced and lowered in the caller's thread, because that runs code of policies and depends on the caller's
+    contexts. Only XLA runs in the other thread. A later call with arguments of the same shapes and types finds the
+    program and compiles nothing. A call that differs compiles its own, so a wrong guess costs time and nothing else.
     """
 
     def __init__(self):
@@ -50,8 +53,9 @@ class CompileAhead:
         return key in self._begun
 
     def begin(self, key: Hashable, make: Callable[[], Iterable[functools.partial]]) -> None:
-        """Compile what some calls of jitted functions run, in order. make: returns the calls; their arguments are arrays, or
-        `jax.ShapeDtypeStruct` in their place. If anything fails, nothing is compiled, and the later call says why."""
+        """Compile what some calls of jitted functions run, in order. make: returns the calls; their arguments are
+        arrays, or `jax.ShapeDtypeStruct` in their place. If anything fails, nothing is compiled, and the later call
+        says why."""
         self._begun.add(key)
         try:
             lowered = [call.func.lower(*call.args, **call.keywords) for call in make()]
@@ -73,11 +77,12 @@ def _compile(lowered: list[jax.stages.Lowered]) -> None:
 
 
 def compile_together(calls: Generator[functools.partial], between: Callable[[], None]) -> None:
-    """Compile what some calls of jitted functions run, several programs beside each other, and return when all are compiled. Later calls
-    find them, as those of `CompileAhead` do: nothing is run, and what differs or fails here is compiled, or says why, when it is called.
+    """Compile what some calls of jitted functions run, several programs beside each other, and return when all are
+    compiled. Later calls find them, as those of `CompileAhead` do: nothing is run, and what differs or fails here is
+    compiled, or says why, when it is called.
 
-    calls: as `CompileAhead.begin` takes them. Calls that run the same program compile it once. between: called in this thread after each
-    program. If it raises, no other program is begun, and those that were begun are waited for.
+    calls: as `CompileAhead.begin` takes them. Calls that run the same program compile it once. between: called in this
+    thread after each program. If it raises, no other program is begun, and those that were begun are waited for.
     """
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     with contextlib.closing(calls), ThreadPoolExecutor(max_workers=threads, thread_name_prefix=NAMED) as pool:

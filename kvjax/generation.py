@@ -33,19 +33,22 @@ def run(
     on_prefill: Callable[[int], None] | None = None,
     steps_per_launch: int = 1,
 ) -> Iterator[tuple[Request, Completion]]:
-    """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its completion as it finishes.
+    """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its
+    completion as it finishes.
 
-    It drives a `Scheduler`: a slot that becomes free takes the next request from the iterable. None in the iterable means that there is no
-    request yet: it is asked again after the next step, so there must be a request that runs. The batch keeps its size, so a request's
-    bits do not depend on which others run. If a request cannot run (too long, a bad token, more pages than the pool has), or the model
-    gives NaN (`NotFinite`), its completion has an `error`, and the others continue. Each sample of a request with n above 1 takes a slot;
-    the prompt is prefilled once and forked. on_prefill: called with the number of prompt tokens done. While a request with a penalty runs,
-    the tokens of every slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens). steps_per_launch: as
-    in `Scheduler`.
+    It drives a `Scheduler`: a slot that becomes free takes the next request from the iterable. None in the iterable
+    means that there is no request yet: it is asked again after the next step, so there must be a request that runs. The
+    batch keeps its size, so a request's bits do not depend on which others run. If a request cannot run (too long, a
+    bad token, more pages than the pool has), or the model gives NaN (`NotFinite`), its completion has an `error`, and
+    the others continue. Each sample of a request with n above 1 takes a slot; the prompt is prefilled once and forked.
+    on_prefill: called with the number of prompt tokens done. While a request with a penalty runs, the tokens of every
+    slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens). steps_per_launch: as in
+    `Scheduler`.
 
-    engine: one, or several replicas (`kvjax.replicas`), each with `slots` slots and a thread of its own. A request goes to the replica that
-    has a free slot and fewest requests; its bits do not depend on which. The iterable and the functions run in the caller's thread. If an
-    engine fails, or the caller ends the generator, all replicas end, and free what they held.
+    engine: one, or several replicas (`kvjax.replicas`), each with `slots` slots and a thread of its own. A request goes
+    to the replica that has a free slot and fewest requests; its bits do not depend on which. The iterable and the
+    functions run in the caller's thread. If an engine fails, or the caller ends the generator, all replicas end, and
+    free what they held.
     """
     engines, options = _engines_of(engine, "run"), {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
     if len(engines) > 1:
@@ -159,16 +162,17 @@ def generate(
 ) -> Any:
     """Continue one prompt (text gives text) or several (a list gives a list).
 
-    A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`), or what a Hugging Face tokenizer
-    returns, for one text or several. Chat messages go through the model's chat template, with `chat_template_kwargs` as its variables.
-    Special tokens inside them are plain text unless `parse_special` is True.
+    A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`), or what a Hugging
+    Face tokenizer returns, for one text or several. Chat messages go through the model's chat template, with
+    `chat_template_kwargs` as its variables. Special tokens inside them are plain text unless `parse_special` is True.
 
-    model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these prompts. policy: the
-    decode policy; None is the engine's own, or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an
-    engine, which has its own. sampling: fields of `kvjax.Sampling`; equal prompts draw independently. stream:
-    called with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above 1, each
-    prompt gives a list of n texts. on_error: "raise" raises what `Completion.error` would hold; with "return" the other prompts continue,
-    and the error is returned in place of the text.
+    model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these
+    prompts. policy: the decode policy; None is the engine's own, or the default of `Engine`. prefill: the prefill
+    policy, None as for policy; ValueError with an engine, which has its own. sampling: fields of `kvjax.Sampling`;
+    equal prompts draw independently. stream: called with the prompt's number and each new piece of text. details:
+    return `Completion` objects instead of text. With n above 1, each prompt gives a list of n texts. on_error: "raise"
+    raises what `Completion.error` would hold; with "return" the other prompts continue, and the error is returned in
+    place of the text.
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
@@ -263,7 +267,8 @@ def engine_for(
     prefill: str | PrefillPolicy | None = None,
     samples: int = 1,
 ) -> Engine:
-    """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
+    """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the
+    steps compiled."""
     longest = model.config.max_positions  # a longer one is refused when its turn comes
     lengths = [(min(len(prompt) + new_tokens, longest), samples) for prompt in prompts]
     pages = table_width(pages_needed(lengths, slots, 128))
@@ -271,8 +276,8 @@ def engine_for(
 
 
 def pages_needed(requests: Iterable[tuple[int, int]], slots: int, page_size: int) -> int:
-    """Pages that the `slots` longest of these requests take at once. requests: for each, its tokens (prompt and answer) and its number of
-    samples."""
+    """Pages that the `slots` longest of these requests take at once. requests: for each, its tokens (prompt and answer)
+    and its number of samples."""
     pages = [(-(-tokens // page_size), samples) for tokens, samples in requests]
     # A prompt keeps an open page of its own until its last sample has a slot.
     longest = heapq.nlargest(slots, (count for count, samples in pages for _ in range(min(samples, slots))))

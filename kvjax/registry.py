@@ -1,9 +1,9 @@
 """Policies by name: built in, registered in this process, or loaded from a Python file.
 
-`kvjax.policies.decode` and `kvjax.policies.prefill` hold one `Registry` each. A built-in policy may live above them, as `auto` does, which
-needs engines to measure with, and `oracle`, which other policies are measured with. The front door `kvjax/__init__.py` then says where it
-is (`lives_in`), and its module is imported when the name is first used. Python runs the front door before any module of the package, so
-every import of kvjax knows these names.
+`kvjax.policies.decode` and `kvjax.policies.prefill` hold one `Registry` each. A built-in policy may live above them, as
+`auto` does, which needs engines to measure with, and `oracle`, which other policies are measured with. The front door
+`kvjax/__init__.py` then says where it is (`lives_in`), and its module is imported when the name is first used. Python
+runs the front door before any module of the package, so every import of kvjax knows these names.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ LARGEST = 2**31 - 1
 
 
 def lives_in(kind: str, word: str, module: str, name: str) -> None:
-    """Let `word` and `word:ARGS` of one kind of policy stand for `name()` and `name("ARGS")` of a module, imported when first named."""
+    """Let `word` and `word:ARGS` of one kind of policy stand for `name()` and `name("ARGS")` of a module, imported when
+    first named."""
     _homes[kind, word] = module, name
 
 
@@ -102,8 +103,8 @@ class Registry:
         self._sources: dict[Any, str] = {}
 
     def parse(self, name: Any) -> Any:
-        """The policy of a name; a policy is returned as it is. The ValueError lists the known forms, or says in one sentence what is wrong
-        with the user's own policy."""
+        """The policy of a name; a policy is returned as it is. The ValueError lists the known forms, or says in one
+        sentence what is wrong with the user's own policy."""
         if not isinstance(name, str):
             if not hasattr(name, self.parts[0]):
                 raise ValueError(f"{name!r} is neither a {self.kind} nor a {self.kind}'s name; names are {plain(self.forms)}")
@@ -117,8 +118,8 @@ class Registry:
     def parse_recorded(self, name: Any) -> Any:
         """The policy of a name that stands in data: in a file that a program wrote, or in what a client sends.
 
-        A built-in policy, or one that the code or the command line of this process has named before. No file is loaded, looked for or
-        run, and no registered factory is called. ValueError for any other name.
+        A built-in policy, or one that the code or the command line of this process has named before. No file is loaded,
+        looked for or run, and no registered factory is called. ValueError for any other name.
         """
         if not isinstance(name, str):
             raise ValueError(f"the name of a {self.kind} is text, got {name!r:.60}")
@@ -131,7 +132,8 @@ class Registry:
         return policy
 
     def _known(self, name: str) -> str:
-        """What to write in place of an unknown name: the forms that begin with its word if there are some, else all, in short."""
+        """What to write in place of an unknown name: the forms that begin with its word if there are some, else all, in
+        short."""
         word = name.partition(":")[0]
         own = [form for form in forms_of(self.forms) if re.split(r"[: ]", form)[0] == word]
         return f"; write it as {' or '.join(own)}" if own else f"; there are {plain(self.forms)}; docs/policies.md explains them"
@@ -163,7 +165,8 @@ class Registry:
     def register(self, name: str, factory: Callable[..., Any], *, replace: bool = False) -> None:
         """Let `name` and `name:ARGS` stand for `factory()` and `factory("ARGS")`, in this process.
 
-        replace: replace an earlier factory of that name. ValueError for a name that is built in, registered or malformed.
+        replace: replace an earlier factory of that name. ValueError for a name that is built in, registered or
+        malformed.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} cannot name a {self.kind}: use a letter, then letters, digits, '_' and '-'")
@@ -178,7 +181,8 @@ class Registry:
     def find(self, name: str) -> Any | None:
         """The policy of a registered name or a file's class; None for other names.
 
-        ValueError if the file is missing or fails, has no such class, or makes no policy: one sentence with file, line and error.
+        ValueError if the file is missing or fails, has no such class, or makes no policy: one sentence with file, line
+        and error.
         """
         if match := _IN_FILE.fullmatch(name):
             policy = self._from_file(name, Path(match["path"]), match["name"], match["args"])
@@ -214,7 +218,8 @@ class Registry:
             raise ValueError(f"{named} must be equal to another of the same settings: {frozen}")
 
     def name_of(self, policy: Any) -> str:
-        """The name under which reports list a policy, and from which `parse` gives it back: the name it was parsed from, else its `str`.
+        """The name under which reports list a policy, and from which `parse` gives it back: the name it was parsed
+        from, else its `str`.
 
         Of two policies with one `str`, the later one gets the name. ValueError if the `str` names another policy.
         """
@@ -230,7 +235,8 @@ class Registry:
         return name
 
     def identity(self, policy: Any) -> str:
-        """Everything that decides what a policy does, for journals of jobs: its fields and, if it comes from a file, the file's SHA-256."""
+        """Everything that decides what a policy does, for journals of jobs: its fields and, if it comes from a file,
+        the file's SHA-256."""
         name, source = self._names.get(policy), self._sources.get(type(policy))
         parts = (Path(name).name if source and name else name, repr(policy), source)
         return ", ".join(part for part in parts if part)
@@ -279,7 +285,8 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _load(path: Path, named: str) -> tuple[ModuleType, str]:
-    """The module of a file, and the file's SHA-256. A changed file is loaded again. A file cannot import the files beside it."""
+    """The module of a file, and the file's SHA-256. A changed file is loaded again. A file cannot import the files
+    beside it."""
     if not path.is_file():
         raise ValueError(f"{named}: there is no file {path}")
     file = path.resolve()

@@ -1,7 +1,9 @@
-"""Folders of LoRA adapters, as peft saves them: where they are, what adapter_config.json says, and what the tensors are of.
+"""Folders of LoRA adapters, as peft saves them: where they are, what adapter_config.json says, and what the tensors are
+of.
 
-adapter_config.json is checked field by field: what would change the sum and is not supported is refused by its name. The tensors in the
-file decide which matrices are adapted, so `target_modules`, `exclude_modules` and `layers_to_transform` are not read.
+adapter_config.json is checked field by field: what would change the sum and is not supported is refused by its name.
+The tensors in the file decide which matrices are adapted, so `target_modules`, `exclude_modules` and
+`layers_to_transform` are not read.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ HARMLESS = frozenset({
 """Fields that may have any value."""
 
 INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of init_lora_weights that leave the model's own weights as they are. With others peft trains on changed ones."""
+"""Values of init_lora_weights that leave the model's own weights as they are. With others peft trains on changed
+ones."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _PREFIX = "base_model.model."
@@ -63,7 +66,8 @@ class Adapter:
         folder: where it is.
         scale: what its sums are multiplied by, besides what `fields` say.
         fields: adapter_config.json.
-        modules: by a module's name in the model that it was trained on, its tensors by their names in peft ("lora_A.weight", ...).
+        modules: by a module's name in the model that it was trained on, its tensors by their names in peft
+            ("lora_A.weight", ...).
         whole: tensors that replace the model's, by the name of those.
         below: copies of the model's own matrices (peft's base_layer), which take their place below what is added.
     """
@@ -83,7 +87,8 @@ class Adapter:
         return f"{named:.200}" if isinstance(named, str) and named else "a model that it does not name"
 
     def is_trained(self, name: str) -> bool:
-        """Whether `modules_to_save` names the module of a tensor: one like it, of a module that it was tied to, keeps its numbers."""
+        """Whether `modules_to_save` names the module of a tensor: one like it, of a module that it was tied to, keeps
+        its numbers."""
         module = name.rpartition(".")[0]
         return any(module.endswith(ending) for ending in self.fields.get("modules_to_save") or ())
 
@@ -93,7 +98,8 @@ class Adapter:
 
 
 def open_adapters(lora: str | Path | Sequence[str | Path] | None) -> tuple[Adapter, ...]:
-    """The adapters that `load(lora=...)` names, each a folder or Hub id, with ":" and a scale after it if that is not 1.
+    """The adapters that `load(lora=...)` names, each a folder or Hub id, with ":" and a scale after it if that is not
+    1.
 
     ValueError, with the remedy, for an adapter that is missing, damaged or not supported.
     """
@@ -184,7 +190,8 @@ def _alpha(value: Any, name: str) -> None:
 
 
 def _sorted(file: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, Stored], dict[str, Stored]]:
-    """The tensors of an adapter's file, as `Adapter` has them. ValueError for a type that cannot be read, and for half a pair."""
+    """The tensors of an adapter's file, as `Adapter` has them. ValueError for a type that cannot be read, and for half
+    a pair."""
     modules: dict[str, dict[str, Stored]] = {}
     whole, below = {}, {}
     for name, stored in file_tensors(file).items():
@@ -217,8 +224,8 @@ class Scales:
         self._patterns = {name: self._compiled(name) for name in ("rank_pattern", "alpha_pattern")}
 
     def of(self, module: str) -> tuple[int, float]:
-        """(rank, scale) of a module, by its name in the model that the adapter was trained on. ValueError for a pattern that takes too long
-        or is no regular expression."""
+        """(rank, scale) of a module, by its name in the model that the adapter was trained on. ValueError for a pattern
+        that takes too long or is no regular expression."""
         fields = self._adapter.fields
         rank = self._matched("rank_pattern", module, fields.get("r", 8))
         alpha = self._matched("alpha_pattern", module, fields.get("lora_alpha", 8))

@@ -1,4 +1,5 @@
-"""Merges LoRA adapters into the tensors of a checkpoint, by their names in the family's own checkpoints, before fused ones are cut."""
+"""Merges LoRA adapters into the tensors of a checkpoint, by their names in the family's own checkpoints, before fused
+ones are cut."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ _EMBED, _HEAD = TENSORS["embed"], TENSORS["lm_head"]
 def merge(
     adapters: Sequence[Adapter], tensors: Mapping[str, Tensor], packed: Mapping[str, object], family: Family, tied: bool
 ) -> tuple[dict[str, Tensor], bool]:
-    """A checkpoint's tensors with adapters merged into them, in order, and whether embedding and head are still the same matrix.
+    """A checkpoint's tensors with adapters merged into them, in order, and whether embedding and head are still the
+    same matrix.
 
-    An adapter of the embedding or the head makes them two, as while it was trained. An adapter that is named twice counts twice. Reads no
-    numbers. ValueError for a tensor of an adapter that has no place in the model, does not fit, or belongs to a matrix that stays packed.
+    An adapter of the embedding or the head makes them two, as while it was trained. An adapter that is named twice
+    counts twice. Reads no numbers. ValueError for a tensor of an adapter that has no place in the model, does not fit,
+    or belongs to a matrix that stays packed.
 
     Args:
         adapters: `open_adapters`.
-        tensors: those that are not packed, or are widened when they are read, by their names in the family's own checkpoints.
+        tensors: those that are not packed, or are widened when they are read, by their names in the family's own
+            checkpoints.
         packed: the matrices that stay packed as they are stored, by these names; those of a GGUF file are `RowsPacked`.
         family: whose names they are.
         tied: whether embedding and head are one matrix, in the place of the embedding.
@@ -42,7 +46,8 @@ def merge(
 
 
 class _Places:
-    """The tensors of a checkpoint, and where an adapter's belong. All names are those of the family's own checkpoints."""
+    """The tensors of a checkpoint, and where an adapter's belong. All names are those of the family's own
+    checkpoints."""
 
     def __init__(self, tensors: Mapping[str, Tensor], packed: Mapping[str, object], family: Family) -> None:
         self.tensors, self._base, self._packed, self._family = dict(tensors), dict(tensors), packed, family
@@ -53,7 +58,8 @@ class _Places:
         return name in {self._family.own_name(each) for each in names}
 
     def untie(self, adapter: Adapter) -> None:
-        """Give embedding and head a tensor each. A copy of one that comes with the adapter stood in the place of both."""
+        """Give embedding and head a tensor each. A copy of one that comes with the adapter stood in the place of
+        both."""
         self._check_unpacked(adapter, _EMBED)
         if _EMBED not in self.tensors:  # which is said when all tensors are checked
             return
@@ -81,7 +87,8 @@ class _Places:
                 self._adapt(adapter, name, parts, *scales.of(module))
 
     def _named(self, whole: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Tensors of an adapter by their names in the family's checkpoints, without those of parts that are not read."""
+        """Tensors of an adapter by their names in the family's checkpoints, without those of parts that are not
+        read."""
         return {own: stored for name, stored in whole.items() if (own := self._family.own_name(name)) is not None}
 
     def _check_places(self, adapter: Adapter) -> None:
@@ -166,7 +173,8 @@ class _Places:
         self.tensors[name] = Merged(self._base[name], (*before, change))
 
     def _check(self, adapter: Adapter, stored: Stored, shape: tuple[int, ...], name: str, ranks: str = "") -> None:
-        """ValueError unless a tensor of an adapter has the shape that its place needs. ranks: what else the shape follows from."""
+        """ValueError unless a tensor of an adapter has the shape that its place needs. ranks: what else the shape
+        follows from."""
         if stored.shape != shape:
             raise ValueError(
                 f"{stored.file}: {stored.name:.200} is {list(stored.shape)}, must be {list(shape)} for {name:.200} of this model{ranks}; "

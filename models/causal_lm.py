@@ -18,7 +18,8 @@ from pallas_kernels.core.matrices import is_packed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalLM:
-    """A model (see `kvjax.model.protocols.Model`). `tokenizer` may be None. `name` is the folder or Hub id that it was loaded from."""
+    """A model (see `kvjax.model.protocols.Model`). `tokenizer` may be None. `name` is the folder or Hub id that it was
+    loaded from."""
 
     decoder: TransformerDecoder
     params: Params

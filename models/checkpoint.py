@@ -1,7 +1,7 @@
 """Checkpoints: where they are, what they hold, and whether their tensors are the ones that a model needs.
 
-A checkpoint is a folder of Hugging Face's files (`Folder`), or a GGUF file (`kvjax.models.gguf`). `open_checkpoint` finds it, here or on
-the Hub.
+A checkpoint is a folder of Hugging Face's files (`Folder`), or a GGUF file (`kvjax.models.gguf`). `open_checkpoint`
+finds it, here or on the Hub.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fr
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One parameter: its Hugging Face name and its shape, the same in the file and on the device. order: `kvjax.models.interleaving`."""
+    """One parameter: its Hugging Face name and its shape, the same in the file and on the device. order:
+    `kvjax.models.interleaving`."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +67,8 @@ class Wanted:
 
 
 class Checkpoint(Protocol):
-    """What `load` needs of a checkpoint, whatever its format. Its functions raise ValueError for what is missing or damaged."""
+    """What `load` needs of a checkpoint, whatever its format. Its functions raise ValueError for what is missing or
+    damaged."""
 
     @property
     def config_name(self) -> str:
@@ -124,14 +126,14 @@ class Folder:
         return None
 
     def digest(self) -> str:
-        """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and the end of each
-        tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
+        """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and
+        the end of each tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
         return sampled_digest(self.path / "config.json", {each.file for each in stored_tensors(self.path).values()})
 
 
 def open_checkpoint(path_or_id: str | Path, patterns: tuple[str, ...]) -> Checkpoint:
-    """The checkpoint that a path or a Hub id names: a folder, a GGUF file, or a folder that holds one and no config.json. patterns, errors:
-    as `find_folder`; and ValueError for an adapter's folder."""
+    """The checkpoint that a path or a Hub id names: a folder, a GGUF file, or a folder that holds one and no
+    config.json. patterns, errors: as `find_folder`; and ValueError for an adapter's folder."""
     if path_or_id != EMBEDDED and str(path_or_id).lower().endswith(".gguf"):
         file = file_path(path_or_id)
         if not os.path.isdir(file):
@@ -174,10 +176,12 @@ EMBEDDED = "needle"
 
 
 def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
-    """The local folder of a model: the embedded one for "needle", else `path_or_id` if it is a folder, else that Hub repository's copy.
+    """The local folder of a model: the embedded one for "needle", else `path_or_id` if it is a folder, else that Hub
+    repository's copy.
 
-    patterns: the file names to download. Files that are in the Hub's local cache are not downloaded again. Raises ValueError, with
-    the remedy, when there is no such folder and the repository does not exist, is closed to this user, or cannot be reached.
+    patterns: the file names to download. Files that are in the Hub's local cache are not downloaded again. Raises
+    ValueError, with the remedy, when there is no such folder and the repository does not exist, is closed to this user,
+    or cannot be reached.
     """
     if path_or_id == EMBEDDED:
         return needle.path()
@@ -226,10 +230,12 @@ SAMPLE = 1024
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names; reads the headers only.
+    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names; reads the headers
+    only.
 
-    What the shards hold counts. Where the index says otherwise a warning names the tensors, and which of two shards a tensor is read from
-    follows the index. Raises ValueError for a missing or damaged file, and for a tensor that several shards hold and the index is no help.
+    What the shards hold counts. Where the index says otherwise a warning names the tensors, and which of two shards a
+    tensor is read from follows the index. Raises ValueError for a missing or damaged file, and for a tensor that
+    several shards hold and the index is no help.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if is_file(single):
@@ -282,7 +288,8 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
 
 
 def sampled_digest(config: Path, files: Collection[Path]) -> str:
-    """A digest of a configuration, and of safetensors files: of each its size, its header, and some bytes of each tensor."""
+    """A digest of a configuration, and of safetensors files: of each its size, its header, and some bytes of each
+    tensor."""
     with named(config):
         found = hashlib.sha256(config.read_bytes())
     for file in sorted(files):
@@ -326,8 +333,8 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = (), where: str = "config.json") -> None:
-    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read. packed: names of
-    parameters that are stored in other tensors. where: what holds the configuration."""
+    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read.
+    packed: names of parameters that are stored in other tensors. where: what holds the configuration."""
     wanted = {w.name: w.shape for w in wanted_tensors(config)[0] if w.name not in packed}
     extra = {name for name in tensors.keys() - wanted.keys() if not _COMPUTED.fullmatch(name)}
     problems = [

@@ -1,7 +1,8 @@
-"""Cohere's Command R and Aya (`cohere`): parallel blocks, LayerNorm without biases, interleaved RoPE, scaled logits of the model.
+"""Cohere's Command R and Aya (`cohere`): parallel blocks, LayerNorm without biases, interleaved RoPE, scaled logits of
+the model.
 
-A layer is x + attention(norm(x)) + mlp(norm(x)), with one norm. With `use_qk_norm` (Command R+) each head of q and k has a LayerNorm with
-weights of its own. Details as in transformers' `CohereForCausalLM`, which the tests compare with.
+A layer is x + attention(norm(x)) + mlp(norm(x)), with one norm. With `use_qk_norm` (Command R+) each head of q and k
+has a LayerNorm with weights of its own. Details as in transformers' `CohereForCausalLM`, which the tests compare with.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What transformers reads of a config.json: its configuration classes, and the source of its models. Both are looked at only for a field
-that kvjax does not know."""
+"""What transformers reads of a config.json: its configuration classes, and the source of its models. Both are looked at
+only for a field that kvjax does not know."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COMPUTED_AS = {"internlm3": "llama"}
 def unread(model_type: str, fields: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Fields that kvjax does not know: what is wrong with each that transformers reads, and the names of the others.
 
-    transformers reads a field if the family's configuration class has it, or changes with it, or if the source of the model or of `SHARED`
-    names it. A field with the class's default value changes nothing, so it is among the others; where the class does not list it, the
-    source takes null, false and 0 for absent.
+    transformers reads a field if the family's configuration class has it, or changes with it, or if the source of the
+    model or of `SHARED` names it. A field with the class's default value changes nothing, so it is among the others;
+    where the class does not list it, the source takes null, false and 0 for absent.
     """
     problems, ignored = {}, []
     for name, value in fields.items():

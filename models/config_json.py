@@ -1,9 +1,9 @@
 """Reads a Hugging Face config.json strictly into a ModelConfig, and writes it back.
 
-Every field is read, or must have a supported value, or is known not to matter (`family.HARMLESS`). Of any other field transformers'
-configuration class decides (`config_classes`): one that it reads is an error, one that it does not read is ignored, with a warning. Both
-spellings are accepted: transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 writes `rope_parameters`
-and `dtype`.
+Every field is read, or must have a supported value, or is known not to matter (`family.HARMLESS`). Of any other field
+transformers' configuration class decides (`config_classes`): one that it reads is an error, one that it does not read
+is ignored, with a warning. Both spellings are accepted: transformers 4 wrote `rope_theta`, `rope_scaling` and
+`torch_dtype`, transformers 5 writes `rope_parameters` and `dtype`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ _WINDOW = 4096
 def parse(fields: Fields, generation: Fields | None = None, max_positions: int | None = None, dtype: str | None = None) -> ModelConfig:
     """The configuration that config.json's `fields` describe. `generation`: generation_config.json, if there is one.
 
-    The end-of-sequence ids are those of generation_config.json, else of config.json, as in transformers. With YaRN, the model's positions
-    are the stretched length (original length times factor), even if config.json still has the original one, as after following a model card
-    that tells users to add the scaling. With linear and dynamic scaling they are what config.json says, with longrope its original length.
-    max_positions: another length in tokens, up to what config.json says (see `load`). dtype: the model's compute_dtype; None: what
-    config.json says, or bfloat16. The ValueError lists every field at fault.
+    The end-of-sequence ids are those of generation_config.json, else of config.json, as in transformers. With YaRN, the
+    model's positions are the stretched length (original length times factor), even if config.json still has the
+    original one, as after following a model card that tells users to add the scaling. With linear and dynamic scaling
+    they are what config.json says, with longrope its original length. max_positions: another length in tokens, up to
+    what config.json says (see `load`). dtype: the model's compute_dtype; None: what config.json says, or bfloat16. The
+    ValueError lists every field at fault.
     """
     family = family_of(fields)
     fields = without_own_code(text_fields(fields, family), family)
@@ -103,11 +104,11 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
 
 
 def text_fields(fields: Fields, family: Family) -> Fields:
-    """config.json's fields of the text model. If the family's model is part of a larger one: `text_config` and the fields beside it,
-    without fields that only the other parts read.
+    """config.json's fields of the text model. If the family's model is part of a larger one: `text_config` and the
+    fields beside it, without fields that only the other parts read.
 
-    `tie_word_embeddings` may stand in both. transformers 4 read the inner one, and transformers 5 reads the outer one, which has a
-    default. So the model is tied if either says so; `load` unties it if another head is stored.
+    `tie_word_embeddings` may stand in both. transformers 4 read the inner one, and transformers 5 reads the outer one,
+    which has a default. So the model is tied if either says so; `load` unties it if another head is stored.
     """
     within = wrapper_of(fields, family)
     if within is None:
@@ -122,7 +123,8 @@ def text_fields(fields: Fields, family: Family) -> Fields:
 
 
 def without_own_code(fields: Fields, family: Family) -> Fields:
-    """The fields without an `auto_map` that names the family's own code on the Hub: it computes the same, and is not run."""
+    """The fields without an `auto_map` that names the family's own code on the Hub: it computes the same, and is not
+    run."""
     code = fields.get("auto_map")
     if not family.own_code or not isinstance(code, Mapping) or not code:
         return fields
@@ -140,8 +142,8 @@ def _without(fields: Fields, names: frozenset[str]) -> Fields:
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """The config.json of `config`, for transformers 4 and 5 alike.
 
-    Each field has the type that the family's configuration class in transformers declares. ValueError for layers that config.json of the
-    family cannot describe, and for sizes that the class refuses.
+    Each field has the type that the family's configuration class in transformers declares. ValueError for layers that
+    config.json of the family cannot describe, and for sizes that the class refuses.
     """
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
@@ -179,8 +181,8 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_described(config: ModelConfig) -> None:
-    """ValueError if config.json of `config` does not describe it: if `parse` reads another model from `to_fields`. It names the first
-    difference. The inner chunks of a recurrent layer are not the checkpoint's, so they may differ."""
+    """ValueError if config.json of `config` does not describe it: if `parse` reads another model from `to_fields`. It
+    names the first difference. The inner chunks of a recurrent layer are not the checkpoint's, so they may differ."""
     again = parse(to_fields(config), to_generation_fields(config), config.max_positions, config.compute_dtype)
     for place, ours, read in _differences(config, again, ""):
         raise ValueError(
@@ -227,7 +229,8 @@ def to_generation_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_fields(fields: Fields, family: Family) -> None:
-    """Every field is read, supported, harmless, or not read by transformers either; otherwise one error for all that are not."""
+    """Every field is read, supported, harmless, or not read by transformers either; otherwise one error for all that
+    are not."""
     only = dict(ONLY) | dict(family.only)
     known = family.defaults.keys() | HARMLESS | family.harmless | (_SLIDING - family.only.keys())
     unknown = {name: value for name, value in fields.items() if name not in known and name not in only}
@@ -319,14 +322,16 @@ def _window_fields(windows: tuple[int | None, ...], family: Family) -> dict[str,
 
 
 def _written_positions(max_positions: int, scaling: RopeScaling | None) -> int:
-    """max_position_embeddings of a model loaded for `max_positions`. If frequencies depend on it, the checkpoint's value."""
+    """max_position_embeddings of a model loaded for `max_positions`. If frequencies depend on it, the checkpoint's
+    value."""
     if isinstance(scaling, LongRope):
         return scaling.max_positions
     return scaling.original_max_positions if scaling is not None and scaling.kind == "dynamic" else max_positions
 
 
 def _positions(given: int | None, read: Fields, scaling: RopeScaling | None) -> int:
-    """The longest sequence that the model is loaded for: `given`, or the longest for which the trained frequencies fit."""
+    """The longest sequence that the model is loaded for: `given`, or the longest for which the trained frequencies
+    fit."""
     most = _size(read, "max_position_embeddings")
     if scaling is not None and scaling.kind == "yarn":
         most = max(most, int(scaling.original_max_positions * scaling.factor))
@@ -404,7 +409,8 @@ def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling
 
 
 def _original(given: Fields, read: Fields, name: str) -> int:
-    """The trained length: a field of the scaling, or of config.json (as Phi-3 writes it), or else config.json's positions."""
+    """The trained length: a field of the scaling, or of config.json (as Phi-3 writes it), or else config.json's
+    positions."""
     field = "original_max_position_embeddings"
     found = {_size(source, field) for source in (given, read) if source.get(field) is not None}
     if len(found) > 1:
@@ -452,7 +458,8 @@ def _llama3(given: Fields, original: int) -> RopeScaling:
 
 
 def _yarn(given: Fields, original: int, max_positions: int) -> RopeScaling:
-    """YaRN with its attention factor: given, or computed from mscale and mscale_all_dim, or from the factor (in this order)."""
+    """YaRN with its attention factor: given, or computed from mscale and mscale_all_dim, or from the factor (in this
+    order)."""
     if "factor" not in given:
         raise ValueError("config.json: rope scaling of type yarn needs factor")
     factor = max_positions / original if given["factor"] is None else _number(given, "factor")

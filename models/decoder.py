@@ -1,19 +1,22 @@
-"""The one decoder that every family shares: a transformer with norms before or after, a mixer and a gated MLP in each layer, RMSNorm.
+"""The one decoder that every family shares: a transformer with norms before or after, a mixer and a gated MLP in each
+layer, RMSNorm.
 
-The configuration says what each layer is. `kvjax.models.mixers` has a function for each kind of mixer, `kvjax.models.mlp` the MLP. The
-parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints; a decode step reads them fastest in this layout:
+The configuration says what each layer is. `kvjax.models.mixers` has a function for each kind of mixer,
+`kvjax.models.mlp` the MLP. The parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints; a
+decode step reads them fastest in this layout:
 
     {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [V, E]}
-    layer: attn_norm [E], what the mixer has, with its last projection `o` [E, ...]; mlp_norm [E], gate [F, E], up [F, E], down [E, F];
-           no mlp_norm in a parallel layer; attn_post_norm [E], mlp_post_norm [E] beside or instead of the first two
-           (`LayerConfig.shapes` says which a layer has)
-    attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias, v_bias, o_bias,
-           q_norm [D], k_norm [D] (or for each head: [H, D], [K, D]; or of all heads: [H*D], [K*D]); nothing of k and v in a layer that
-           reads another's keys and values
-    Gated DeltaNet: see `kvjax.model.layers.DeltaLayer.shapes`; latent attention: see `kvjax.model.layers.LatentLayer.shapes`
+    layer: attn_norm [E], what the mixer has, with its last projection `o` [E, ...]; mlp_norm [E], gate [F, E], up [F,
+           E], down [E, F]; no mlp_norm in a parallel layer; attn_post_norm [E], mlp_post_norm [E] beside or instead of
+           the first two (`LayerConfig.shapes` says which a layer has)
+    attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias,
+           v_bias, o_bias, q_norm [D], k_norm [D] (or for each head: [H, D], [K, D]; or of all heads: [H*D], [K*D]);
+           nothing of k and v in a layer that reads another's keys and values
+    Gated DeltaNet: see `kvjax.model.layers.DeltaLayer.shapes`; latent attention: see
+        `kvjax.model.layers.LatentLayer.shapes`
 
-Matrices are arrays or packed (`pallas_kernels.core.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
-computed in float32 and rounded once; logits are float32.
+Matrices are arrays or packed (`pallas_kernels.core.matrices`). Arrays and activations have the model's compute_dtype;
+norms and RoPE are computed in float32 and rounded once; logits are float32.
 """
 
 from __future__ import annotations
@@ -44,18 +47,20 @@ from pallas_kernels.core.soft_cap import SoftCap, scaled
 MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
 """Functions by the kind of a layer's mixer: `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
 
-config: the layer's mixer. params: the layer's parameters. x: the layer's input, before its norm, `[B, T, E]`. tokens: `Tokens`. mix:
-`kvjax.model.protocols.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B, T, inputs of o]`.
+config: the layer's mixer. params: the layer's parameters. x: the layer's input, before its norm, `[B, T, E]`. tokens:
+`Tokens`. mix: `kvjax.model.protocols.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B,
+T, inputs of o]`.
 """
 
 MLP_TOKENS = 8192
-"""Tokens of a row that go through an MLP together. The inner results of more would take gigabytes: of a 7B model, 0.6 GB for each 8192."""
+"""Tokens of a row that go through an MLP together. The inner results of more would take gigabytes: of a 7B model, 0.6
+GB for each 8192."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerDecoder:
-    """Pure functions over `init_params`' pytree (see `kvjax.model.protocols.Decoder`). Static and hashable: pass it to jit as a static
-    argument."""
+    """Pure functions over `init_params`' pytree (see `kvjax.model.protocols.Decoder`). Static and hashable: pass it to
+    jit as a static argument."""
 
     config: ModelConfig
     shards: Shards | None = None
@@ -65,7 +70,8 @@ class TransformerDecoder:
         return TransformerDecoder(self.config.on_shards(shards.tensor), shards)
 
     def cuts(self, params: Params, tensor: int) -> Params:
-        """How each of these parameters is cut over `tensor` devices; None: whole on each. The vocabulary is padded to a multiple."""
+        """How each of these parameters is cut over `tensor` devices; None: whole on each. The vocabulary is padded to a
+        multiple."""
         vocab = cut(("vocab", None), (even("rows", -(-self.config.vocab_size // tensor) * tensor, tensor), 1))
         layers = self.config.layers[: len(params["layers"])]
         known = {layer: layer.cuts(tensor) for layer in dict.fromkeys(layers)}
@@ -77,7 +83,8 @@ class TransformerDecoder:
         return {name: cut_of(found[name], params[name], name) for name in params if name != "layers"} | {"layers": of_layers}
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """The input of the first layer. tokens: ids in [0, V); any other id, also -1, gives NaN, so pad with a real id."""
+        """The input of the first layer. tokens: ids in [0, V); any other id, also -1, gives NaN, so pad with a real
+        id."""
         if self.shards is None:
             rows = take_rows(params["embed"], tokens, fill=jnp.nan, dtype=self.config.compute_dtype)
         else:
@@ -86,7 +93,8 @@ class TransformerDecoder:
         return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
     def of_layers(self, first: int, last: int) -> TransformerDecoder:
-        """A decoder of layers [first, last) alone, numbered from 0. Decoders of equal layers are equal, so they share programs.
+        """A decoder of layers [first, last) alone, numbered from 0. Decoders of equal layers are equal, so they share
+        programs.
 
         ValueError for layers that the model does not have.
         """
@@ -101,9 +109,11 @@ class TransformerDecoder:
     def run_layers(
         self, params: Params, x: Float[Array, "B T E"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """The output of the last layer for the input `x` of the first, and the state that `mix` threaded through the layers.
+        """The output of the last layer for the input `x` of the first, and the state that `mix` threaded through the
+        layers.
 
-        Any cut of a model's layers into slices (`of_layers`) gives the same bits. ValueError if params have another number of layers.
+        Any cut of a model's layers into slices (`of_layers`) gives the same bits. ValueError if params have another
+        number of layers.
         """
         if len(params["layers"]) != self.config.num_layers:
             raise ValueError(f"params have {len(params['layers'])} layers, but the configuration has {self.config.num_layers}")
@@ -149,8 +159,8 @@ class TransformerDecoder:
     def _add_mlp(
         self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm, read: Array | None
     ) -> Float[Array, "B T E"]:
-        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. Packed matrices may be widened for each of these parts.
-        read: what the MLP reads in a parallel layer, normalised; None: x."""
+        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. Packed matrices may be widened for each
+        of these parts. read: what the MLP reads in a parallel layer, normalised; None: x."""
 
         def add(part: Array, first: Array | int) -> Array:
             source = part if read is None else jax.lax.dynamic_slice_in_dim(read, first, part.shape[1], axis=1)
@@ -164,9 +174,9 @@ class TransformerDecoder:
 
         if x.shape[1] <= MLP_TOKENS:
             return add(x, 0)
-        # A loop, for two reasons. Of unrolled parts, XLA would compute all inner results first, which takes memory. And XLA begins a copy
-        # from host memory as few operations before its use as it thinks enough. The loop is one operation, and the copy runs beside all
-        # of it.
+        # A loop, for two reasons. Of unrolled parts, XLA would compute all inner results first, which takes memory. And
+        # XLA begins a copy from host memory as few operations before its use as it thinks enough. The loop is one
+        # operation, and the copy runs beside all of it.
         parts = x.shape[1] // MLP_TOKENS
         x = jax.lax.fori_loop(0, parts, add_at, x)
         rest = x[:, parts * MLP_TOKENS :]
@@ -193,8 +203,8 @@ class TransformerDecoder:
     ) -> tuple[Float[Array, "B T E"], Any]:
         """Final hidden states, after the last norm, and the state that `mix` threaded through the layers.
 
-        tokens: as in `embed`. positions: absolute, in tokens. A row's result depends only on that row, unless `mix` mixes rows. ValueError
-        if shapes do not match the configuration.
+        tokens: as in `embed`. positions: absolute, in tokens. A row's result depends only on that row, unless `mix`
+        mixes rows. ValueError if shapes do not match the configuration.
         """
         if tokens.ndim != 2 or tokens.shape != positions.shape:
             raise ValueError(f"tokens and positions must have one shape [B, T], got {tokens.shape} and {positions.shape}")
@@ -232,8 +242,8 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def init_params(config: ModelConfig, key: Array, *, std: float = 0.02) -> Params:
-    """Random weights: normal matrices with standard deviation `std`, zero biases, norms that multiply by one, and decays of Gated DeltaNet
-    layers spread over their range, as in transformers.
+    """Random weights: normal matrices with standard deviation `std`, zero biases, norms that multiply by one, and
+    decays of Gated DeltaNet layers spread over their range, as in transformers.
 
     key: a jax.random key. Every array has the model's compute_dtype. Needs no memory beyond the weights; may be jitted.
     """
@@ -262,13 +272,14 @@ def _init_leaf(name: str, shape: tuple[int, ...], key: Array, config: ModelConfi
 
 
 def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
-    """Causal attention and recurrences within the batch, where every row is a sequence. Training and the oracles of tests use it.
+    """Causal attention and recurrences within the batch, where every row is a sequence. Training and the oracles of
+    tests use it.
 
-    Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer has a window.
-    `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU
-    and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T per head except with "cudnn". Layers that share with a
-    layer outside a slice raise ValueError: run the whole model. Recurrences have no gradient, and latent attention has none through the
-    indexer's choice.
+    Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer
+    has a window. `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX
+    choose, "cudnn" needs an NVIDIA GPU and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T
+    per head except with "cudnn". Layers that share with a layer outside a slice raise ValueError: run the whole model.
+    Recurrences have no gradient, and latent attention has none through the indexer's choice.
     """
 
     def mix(layer: int, heads: LayerInput, state: Any):

@@ -1,10 +1,12 @@
-"""DeepSeek-V3.2: latent attention, in which every query reads the tokens that a lightning indexer scores best, and gated MLPs.
+"""DeepSeek-V3.2: latent attention, in which every query reads the tokens that a lightning indexer scores best, and
+gated MLPs.
 
-The released models have a mixture of experts in all layers except the first ones. kvjax has none, so their config.json is refused; the
-error names the field. Only models whose MLPs are all dense can be read (`first_k_dense_replace`, or `mlp_layer_types`).
+The released models have a mixture of experts in all layers except the first ones. kvjax has none, so their config.json
+is refused; the error names the field. Only models whose MLPs are all dense can be read (`first_k_dense_replace`, or
+`mlp_layer_types`).
 
-Sources: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025); details as in transformers' `DeepseekV32ForCausalLM`, which the tests
-compare with.
+Sources: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025); details as in transformers' `DeepseekV32ForCausalLM`,
+which the tests compare with.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from kvjax.models.fields import check_layer_types, integer, layer_count, size
 
 ATTENTION, DENSE = "deepseek_sparse_attention", "dense"
 NAMES = (ATTENTION, "indexed_attention")
-"""Names of the attention in `layer_types`: that of transformers 5.17, which later releases read, too, and that which they write."""
+"""Names of the attention in `layer_types`: that of transformers 5.17, which later releases read, too, and that which
+they write."""
 SIZES = {
     "num_heads": "num_attention_heads",
     "query_rank": "q_lora_rank",
@@ -140,7 +143,8 @@ FAMILY = Family(
         "eos_token_id": 1,
     },
     only={"rope_interleave": (None, True)},
-    # Fields of a mixture of experts, which no layer has, and of the layer that predicts several tokens, which is not read.
+    # Fields of a mixture of experts, which no layer has, and of the layer that predicts several tokens, which is not
+    # read.
     harmless=frozenset({"moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"})
     | {"n_group", "topk_group", "topk_method", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "aux_loss_alpha", "seq_aux"}
     | {"num_nextn_predict_layers", "output_router_logits"},

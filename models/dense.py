@@ -50,8 +50,8 @@ def head_dim_of(read: Mapping[str, Any]) -> int:
 
 
 def same_layers(read: Mapping[str, Any], rope: Rope, *, activation: Activation = "silu", **attention: Any) -> tuple[LayerConfig, ...]:
-    """As many equal layers as config.json's fields say. activation: of the MLP. attention: fields of `AttentionLayer` beside the sizes.
-    ValueError that names the field at fault."""
+    """As many equal layers as config.json's fields say. activation: of the MLP. attention: fields of `AttentionLayer`
+    beside the sizes. ValueError that names the field at fault."""
     count, heads, head_dim = layer_count(read), size(read, "num_attention_heads"), head_dim_of(read)
     mixer = AttentionLayer(
         num_heads=heads,
@@ -84,7 +84,8 @@ def kinds_in(config: ModelConfig) -> list[str]:
 
 
 def window_in(config: ModelConfig, default: int) -> int:
-    """The window of the layers that have one. Without such layers the default: transformers makes the mask of one all the same."""
+    """The window of the layers that have one. Without such layers the default: transformers makes the mask of one all
+    the same."""
     return next((layer.mixer.window for layer in config.layers if layer.mixer.window is not None), default)
 
 
@@ -102,8 +103,8 @@ def flag(read: Mapping[str, Any], name: str) -> bool:
 
 
 def same_fields(config: ModelConfig, *varying: str) -> dict[str, Any]:
-    """config.json's fields of what all layers have. varying: fields of mixers that may differ. ValueError for layers that differ
-    otherwise."""
+    """config.json's fields of what all layers have. varying: fields of mixers that may differ. ValueError for layers
+    that differ otherwise."""
     first = config.layers[0]
     for layer in config.layers:
         mixer = dataclasses.replace(layer.mixer, **{name: getattr(first.mixer, name) for name in varying})
@@ -119,5 +120,6 @@ def same_fields(config: ModelConfig, *varying: str) -> dict[str, Any]:
 
 
 def padding(config: ModelConfig, default: int) -> dict[str, Any]:
-    """transformers opens no model whose padding token is beyond its vocabulary, so it has none where the family's default is."""
+    """transformers opens no model whose padding token is beyond its vocabulary, so it has none where the family's
+    default is."""
     return {} if default < config.vocab_size else {"pad_token_id": None}

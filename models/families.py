@@ -40,8 +40,8 @@ FAMILIES = _Families()
 
 
 def family_of(fields: Mapping[str, Any]) -> Family:
-    """The family that config.json's `architectures` and `model_type` name. Either may be absent; they must not disagree. In a larger model
-    `text_config` names the family, where several are possible.
+    """The family that config.json's `architectures` and `model_type` name. Either may be absent; they must not
+    disagree. In a larger model `text_config` names the family, where several are possible.
 
     ValueError for an unknown architecture or model_type; it names the known ones.
     """
@@ -99,7 +99,8 @@ def _of_text(model_type: str, fields: Mapping[str, Any]) -> Family:
 
 
 def wrapper_of(fields: Mapping[str, Any], family: Family) -> Within | None:
-    """The larger model that config.json's fields describe, of which the family's model is the text part; None: there is none."""
+    """The larger model that config.json's fields describe, of which the family's model is the text part; None: there is
+    none."""
     if family.model_type == fields.get("model_type"):
         return None
     names = (fields.get("model_type"), *(fields.get("architectures") or ()))

@@ -1,6 +1,7 @@
 """A model family: the config.json fields that it reads, the values that it supports, and the tensors of a layer.
 
-llama.py, qwen2.py and qwen3.py each have one `Family`, which shows only how that family differs. The lists here are shared.
+llama.py, qwen2.py and qwen3.py each have one `Family`, which shows only how that family differs. The lists here are
+shared.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "pruned_heads": (None, {}),
 }
-"""Fields that would change the computation, with their supported values (`save` writes the first, unless it is None)."""
+"""Fields that would change the computation, with their supported values (`save` writes the first, unless it is
+None)."""
 
 REMEDIES: Mapping[str, str] = {
     "quantization_config": "load the checkpoint that it was quantized from",
@@ -110,9 +112,10 @@ HARMLESS = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """A larger model whose text part is a family's model, in `text_config` of its config.json. prefixes: prefixes of its text tensors'
-    names -> prefixes in the family's own checkpoints. fields: fields beside `text_config` that only other parts read. text: the model_type
-    of a `text_config` that names none; None: it names one of a family. unread: prefixes of the names of other parts' tensors."""
+    """A larger model whose text part is a family's model, in `text_config` of its config.json. prefixes: prefixes of
+    its text tensors' names -> prefixes in the family's own checkpoints. fields: fields beside `text_config` that only
+    other parts read. text: the model_type of a `text_config` that names none; None: it names one of a family. unread:
+    prefixes of the names of other parts' tensors."""
 
     architecture: str
     model_type: str
@@ -126,23 +129,24 @@ class Within:
 class Family:
     """One architecture of `transformers`, described by its differences from what all families share.
 
-    defaults: the fields that it reads, each with transformers' default. If `attention_bias` (of q, k, v and o) and `mlp_bias` are among
-    them they are read; otherwise stored biases are errors. only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias:
-    whether q, k and v always add biases. qk_norm: whether queries and keys are normalised per head, before RoPE. layers_of, fields_of: for
-    families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and `fields_of(config)` their
-    fields. norm_offset, centered_norms: of `ModelConfig`. norm_eps: the field of the norms' epsilon.
-    interleaved: whether RoPE rotates pairs (2i, 2i + 1) (`kvjax.models.interleaving`).
-    rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
-    spread: for families for which transformers writes `rope_parameters` for each kind of layer: converts config.json's fields to those of
-    one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. scales_of: for
-    families with other factors: `scales_of(fields with defaults)` gives `ModelConfig`'s fields of factors by name. layer_tensors: entries
-    that extend or replace `LAYER_TENSORS`. fused: matrices that checkpoints store as one, on top of each other: the stored name inside a
-    layer -> our names, in their order. within: larger models that contain it as text part. unread: prefixes of tensor names that are
-    ignored. windows: how `sliding_window` is read where there is no `layers_of`: "none": not at all; "switch": only where
-    `use_sliding_window` is true, and from layer `max_window_layers` on; "all": in all layers; "types": in those that `layer_types` names.
-    heads_divide: whether transformers opens only models whose hidden_size is a multiple of their heads. own_code: values of `auto_map` that
-    name the family's own code on the Hub, which computes the same and is not run. text_types: other names of its `model_type` in
-    `text_config`.
+    defaults: the fields that it reads, each with transformers' default. If `attention_bias` (of q, k, v and o) and
+    `mlp_bias` are among them they are read; otherwise stored biases are errors. only: more entries for `ONLY`.
+    harmless: more entries for `HARMLESS`. qkv_bias: whether q, k and v always add biases. qk_norm: whether queries and
+    keys are normalised per head, before RoPE. layers_of, fields_of: for families whose layers differ: `layers_of(fields
+    with defaults, rope_theta, scaling)` gives the layers, and `fields_of(config)` their fields. norm_offset,
+    centered_norms: of `ModelConfig`. norm_eps: the field of the norms' epsilon. interleaved: whether RoPE rotates pairs
+    (2i, 2i + 1) (`kvjax.models.interleaving`). rope_keys: keys of rope_parameters that are ignored here, or read by
+    `layers_of`. spread: for families for which transformers writes `rope_parameters` for each kind of layer: converts
+    config.json's fields to those of one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by
+    the square root of the width. scales_of: for families with other factors: `scales_of(fields with defaults)` gives
+    `ModelConfig`'s fields of factors by name. layer_tensors: entries that extend or replace `LAYER_TENSORS`. fused:
+    matrices that checkpoints store as one, on top of each other: the stored name inside a layer -> our names, in their
+    order. within: larger models that contain it as text part. unread: prefixes of tensor names that are ignored.
+    windows: how `sliding_window` is read where there is no `layers_of`: "none": not at all; "switch": only where
+    `use_sliding_window` is true, and from layer `max_window_layers` on; "all": in all layers; "types": in those that
+    `layer_types` names. heads_divide: whether transformers opens only models whose hidden_size is a multiple of their
+    heads. own_code: values of `auto_map` that name the family's own code on the Hub, which computes the same and is not
+    run. text_types: other names of its `model_type` in `text_config`.
     """
 
     model_type: str
@@ -186,7 +190,8 @@ class Family:
         return None if name.startswith(unread) else name
 
     def stored_name(self, name: str) -> str:
-        """The tensor that holds a parameter: of fused matrices the one that holds it with others, else `name` itself."""
+        """The tensor that holds a parameter: of fused matrices the one that holds it with others, else `name`
+        itself."""
         for stored, parts in self.fused.items():
             for own in self.own_names(parts):
                 if name.endswith(own):

@@ -76,8 +76,9 @@ def plain(value: Any) -> Any:
 
 
 def declared(value: Any, default: Any, name: str, architecture: str) -> Any:
-    """A field's value as config.json holds it: a number has the type of `default`, which is the type that the family's configuration class
-    in transformers declares. ValueError for a number with a fraction where a whole number is declared."""
+    """A field's value as config.json holds it: a number has the type of `default`, which is the type that the family's
+    configuration class in transformers declares. ValueError for a number with a fraction where a whole number is
+    declared."""
     value = plain(value)
     if isinstance(default, bool) or isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(default, int | float):
         return value

@@ -1,4 +1,5 @@
-"""Matrices that checkpoints store on top of each other in one tensor: cut apart when they are loaded, joined when they are saved.
+"""Matrices that checkpoints store on top of each other in one tensor: cut apart when they are loaded, joined when they
+are saved.
 
 In memory every family has the same parameters (q, k, v, gate, up), each under the name that it would have by itself.
 """
@@ -95,9 +96,11 @@ def _groups(config: ModelConfig) -> dict[str, list[Wanted]]:
 def cut_apart(
     config: ModelConfig, tensors: Mapping[str, Tensor], packed: Mapping[str, Stays], where: str = "config.json"
 ) -> tuple[dict[str, Tensor], dict]:
-    """The tensors and the packed matrices by the names of parameters, with a view of some rows for each that is fused with others.
+    """The tensors and the packed matrices by the names of parameters, with a view of some rows for each that is fused
+    with others.
 
-    where: what holds the configuration. ValueError for a fused tensor of another shape, and for packed ones of which a block would be cut.
+    where: what holds the configuration. ValueError for a fused tensor of another shape, and for packed ones of which a
+    block would be cut.
     """
     tensors, packed = dict(tensors), dict(packed)
     for stored, parts in _groups(config).items():
@@ -124,7 +127,8 @@ Leaf = Array | PackedMatrix
 
 
 def stored_parts(config: ModelConfig, wanted: list[Wanted], leaves: list[Leaf]) -> list[tuple[str, tuple[Leaf, ...]]]:
-    """What a checkpoint stores: the name of each tensor or packed matrix, and the parameters that it holds on top of each other.
+    """What a checkpoint stores: the name of each tensor or packed matrix, and the parameters that it holds on top of
+    each other.
 
     NotImplementedError for packed ones in different formats, or with blocks that would lie in two matrices.
     """

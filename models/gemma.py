@@ -1,7 +1,8 @@
-"""Gemma 1 (and CodeGemma): Llama with norms that multiply by 1 + w, a tanh GELU, and embeddings times the square root of the width.
+"""Gemma 1 (and CodeGemma): Llama with norms that multiply by 1 + w, a tanh GELU, and embeddings times the square root
+of the width.
 
-Source: Gemma technical report (arXiv 2403.08295); details as in transformers' `GemmaForCausalLM`. It reads `hidden_act` "gelu", as the
-first checkpoints have it, as the tanh approximation.
+Source: Gemma technical report (arXiv 2403.08295); details as in transformers' `GemmaForCausalLM`. It reads `hidden_act`
+"gelu", as the first checkpoints have it, as the tanh approximation.
 """
 
 from __future__ import annotations

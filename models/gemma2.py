@@ -1,9 +1,11 @@
-"""Gemma 2: Gemma with soft-caps of the logits of attention and of the model, norms before and after, and a window in every second layer.
+"""Gemma 2: Gemma with soft-caps of the logits of attention and of the model, norms before and after, and a window in
+every second layer.
 
-The scale of attention's logits is that of `query_pre_attn_scalar`. A soft-cap of attention runs in plain XLA on every device: no kernel
-applies it yet (`pallas_kernels.core.soft_cap`).
+The scale of attention's logits is that of `query_pre_attn_scalar`. A soft-cap of attention runs in plain XLA on every
+device: no kernel applies it yet (`pallas_kernels.core.soft_cap`).
 
-Source: Gemma 2 technical report (arXiv 2408.00118); details as in transformers' `Gemma2ForCausalLM`, which the tests compare with.
+Source: Gemma 2 technical report (arXiv 2408.00118); details as in transformers' `Gemma2ForCausalLM`, which the tests
+compare with.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Gemma 3, the text models (1B, 270M) and the text part of the larger ones: layers with a sliding window between layers without.
+"""Gemma 3, the text models (1B, 270M) and the text part of the larger ones: layers with a sliding window between layers
+without.
 
-Each kind has its own base of RoPE. RoPE scaling applies to the layers without a window. Norms multiply by 1 + w, and come before and after
-attention and MLP. Heads of q and k are normalised. The embedding is multiplied by the square root of the width.
+Each kind has its own base of RoPE. RoPE scaling applies to the layers without a window. Norms multiply by 1 + w, and
+come before and after attention and MLP. Heads of q and k are normalised. The embedding is multiplied by the square root
+of the width.
 
-Source: Gemma 3 Technical Report (arXiv 2503.19786); details as in transformers' `Gemma3ForCausalLM`, which the tests compare with.
+Source: Gemma 3 Technical Report (arXiv 2503.19786); details as in transformers' `Gemma3ForCausalLM`, which the tests
+compare with.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ THETA, LOCAL_THETA = 1e6, 1e4
 
 
 def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json's fields, with those of RoPE as in transformers 4. (transformers 5 has an object for each kind of layer.)"""
+    """config.json's fields, with those of RoPE as in transformers 4. (transformers 5 has an object for each kind of
+    layer.)"""
     given = fields.get("rope_parameters")
     if given is None:
         _say_type(fields.get("rope_scaling"))
@@ -95,7 +99,8 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
 
 
 def check_scaling(scaling: RopeScaling | None, name: str) -> None:
-    """ValueError for a scaling that transformers does not read, or reads otherwise, where each kind of layer has its own RoPE."""
+    """ValueError for a scaling that transformers does not read, or reads otherwise, where each kind of layer has its
+    own RoPE."""
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for {name}: default, linear, llama3, yarn")
     if scaling is not None and not scaling.truncate:

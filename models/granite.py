@@ -1,4 +1,5 @@
-"""Granite 3 (dense): Llama's layers with factors of embeddings, attention, what each half of a layer adds, and logits."""
+"""Granite 3 (dense): Llama's layers with factors of embeddings, attention, what each half of a layer adds, and
+logits."""
 
 from __future__ import annotations
 

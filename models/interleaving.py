@@ -1,7 +1,9 @@
-"""RoPE on neighbouring pairs (2i, 2i + 1) of a head, as some families have it: their rows of q and k are put in another order at load.
+"""RoPE on neighbouring pairs (2i, 2i + 1) of a head, as some families have it: their rows of q and k are put in another
+order at load.
 
-Here RoPE rotates pairs (i, i + dim / 2). A head's rows in the order 0, 2, 4, ..., 1, 3, 5, ... give the same logits, because queries and
-keys are in one order, and every kernel and policy stays as it is. `save` puts the rows back. The cache holds keys in our order.
+Here RoPE rotates pairs (i, i + dim / 2). A head's rows in the order 0, 2, 4, ..., 1, 3, 5, ... give the same logits,
+because queries and keys are in one order, and every kernel and policy stays as it is. `save` puts the rows back. The
+cache holds keys in our order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pallas_kernels.core.matrices import PackedMatrix, is_packed
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where the elements of a parameter along `axis` are in the checkpoint: `elements[i]` is the place there of element i."""
+    """Where the elements of a parameter along `axis` are in the checkpoint: `elements[i]` is the place there of element
+    i."""
 
     elements: tuple[int, ...]
     axis: int = 0

@@ -13,7 +13,8 @@ NAMES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
 
 
 def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json's fields under Llama's names. ValueError where two names of a field disagree, and for biases in only some layers."""
+    """config.json's fields under Llama's names. ValueError where two names of a field disagree, and for biases in only
+    some layers."""
     found = {name: value for name, value in fields.items() if name not in NAMES}
     for own, name in NAMES.items():
         if own not in fields:

@@ -1,4 +1,5 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models that use their architecture: no q and k norms, biases where config.json says so."""
+"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models that use their architecture: no q and k norms, biases where config.json
+says so."""
 
 from kvjax.models.family import Family
 from kvjax.models.wrappers import IDEFICS3, LLAVA, SMOLVLM

@@ -1,7 +1,8 @@
 """Loads models in Hugging Face format from a folder or the Hub to the device.
 
-Weights go from file to device in pieces of at most READ_BYTES (or one row, or row of blocks, if that is longer). Besides the growing model,
-the host holds a few pieces and the device one. Matrices are packed piece by piece, on the device.
+Weights go from file to device in pieces of at most READ_BYTES (or one row, or row of blocks, if that is longer).
+Besides the growing model, the host holds a few pieces and the device one. Matrices are packed piece by piece, on the
+device.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ NARROW = 64
 
 
 def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, max_positions: int | None = None) -> ModelConfig:
-    """The configuration of a model, from its folder or Hub id. Reads config.json and generation_config.json, if there is one.
+    """The configuration of a model, from its folder or Hub id. Reads config.json and generation_config.json, if there
+    is one.
 
-    dtype, max_positions: as in `load`. If dtype is None or "auto", `load` takes the type of the stored tensors; here config.json names it
-    (default bfloat16). The ValueError names what is unknown or unsupported.
+    dtype, max_positions: as in `load`. If dtype is None or "auto", `load` takes the type of the stored tensors; here
+    config.json names it (default bfloat16). The ValueError names what is unknown or unsupported.
     """
     chosen = _chosen(dtype)
     return _config(open_checkpoint(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)[0]
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file (`kvjax.model.weight_formats.FormatOf`);
-    None: they are not.
+    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file
+    (`kvjax.model.weight_formats.FormatOf`); None: they are not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
@@ -88,7 +90,8 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
 
 
 def packs_anew(path_or_id: str | Path) -> bool:
-    """Whether `load` packs matrices as `weights` says although some are stored packed: those of a GGUF file are widened first."""
+    """Whether `load` packs matrices as `weights` says although some are stored packed: those of a GGUF file are widened
+    first."""
     return not isinstance(open_checkpoint(path_or_id, CONFIG_FILES), Folder)
 
 
@@ -108,27 +111,32 @@ def load(
     lora: str | Path | Sequence[str | Path] | None = None,
     **unknown: Never,
 ) -> CausalLM:
-    """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each with its part.
+    """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each
+    with its part.
 
-    dtype: of parameters that are not packed, of activations and of the cache: float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and
-    "half" for short). "auto": the stored type. None: float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere.
-    max_positions: the longest sequence, in tokens; None: what config.json says, or for a model with `longrope` its original length, up to
-    which the short factors are used, as in transformers. With more positions the long factors rotate every sequence, because keys stay in
-    the cache as they were rotated. Then sequences longer than the original length give the same results as in transformers, and shorter
-    ones do not. tokenizer: whether to read the tokenizer too, through transformers. If config.json says `tie_word_embeddings` but a
+    dtype: of parameters that are not packed, of activations and of the cache: float32, bfloat16 or float16 ("fp32",
+    "bf16", "fp16" and "half" for short). "auto": the stored type. None: float32 on the CPU, which has no fast bfloat16,
+    and the stored type elsewhere. max_positions: the longest sequence, in tokens; None: what config.json says, or for a
+    model with `longrope` its original length, up to which the short factors are used, as in transformers. With more
+    positions the long factors rotate every sequence, because keys stay in the cache as they were rotated. Then
+    sequences longer than the original length give the same results as in transformers, and shorter ones do not.
+    tokenizer: whether to read the tokenizer too, through transformers. If config.json says `tie_word_embeddings` but a
     different `lm_head.weight` is stored, the model is loaded untied, with a warning, as in transformers.
 
-    weights: pack the matrices of layers, the embedding and the head while loading (`kvjax.model.weight_formats.SCHEMES`): "int8" or "fp8",
-    with one scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too),
-    or "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
+    weights: pack the matrices of layers, the embedding and the head while loading
+    (`kvjax.model.weight_formats.SCHEMES`): "int8" or "fp8", with one scale for each output channel ("int8:128x128",
+    "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too), or "int4", with one for each 128
+    inputs, and the embedding and the head as int8. None: as they are stored.
 
-    lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale after it if that is
-    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay packed as they are stored take none.
+    lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale
+    after it if that is not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay
+    packed as they are stored take none.
 
-    Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for tensors that are
-    missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or
-    made by code of the checkpoint, which is never run; TypeError, with a hint, for any other option. A tokenizer may have more ids than the
-    model: then a warning names the first, and prompts that hold one are refused.
+    Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for
+    tensors that are missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a
+    tokenizer that is missing, damaged or made by code of the checkpoint, which is never run; TypeError, with a hint,
+    for any other option. A tokenizer may have more ids than the model: then a warning names the first, and prompts that
+    hold one are refused.
     """
     if unknown:
         refuse(unknown)
@@ -246,8 +254,8 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
 
 
 def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
-    """The matrices that stay packed as a GGUF file holds them, in the order of the parameters, and the other tensors. None stays so where
-    `weights` packs them anew."""
+    """The matrices that stay packed as a GGUF file holds them, in the order of the parameters, and the other tensors.
+    None stays so where `weights` packs them anew."""
     wanted = {w.name: w for w in (*fused.stored_wanted(config), *checkpoint.wanted_tensors(config)[0])} if weights is None else {}
     packed = {}
     for name, tensor in tensors.items():
@@ -273,7 +281,8 @@ Way = MatrixFormat | fused.Stays | None
 
 
 def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
-    """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
+    """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is
+    read."""
     for w, own in zip(wanted, ways, strict=True):
         if isinstance(own, fused.Source):
             yield jax.block_until_ready(jax.tree.map(jnp.asarray, rearranged(own.read(), w.order, w.name)))
@@ -349,7 +358,8 @@ def _write_rows(placed: Array, rows: Array, start: Array) -> Array:
 
 
 def _pieces(tensor: Tensor, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of a tensor, in order, in the stored type. Pieces but the last have a multiple of `multiple` rows."""
+    """(first row, rows) of a tensor, in order, in the stored type. Pieces but the last have a multiple of `multiple`
+    rows."""
     row_bytes = math.prod(tensor.shape[1:]) * jnp.dtype(DTYPES[tensor.dtype]).itemsize
     for start, stop in _spans(tensor.shape[0], row_bytes, multiple):
         yield start, tensor.read(start, stop)
@@ -369,9 +379,11 @@ def _own_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def _tied_as_stored(config: ModelConfig, tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and tensors of a model that config.json calls tied, depending on what is stored, as in transformers.
+    """Configuration and tensors of a model that config.json calls tied, depending on what is stored, as in
+    transformers.
 
-    If only the head is stored, it is the embedding too. If both are stored and equal, the model is tied. If they differ, it is not.
+    If only the head is stored, it is the embedding too. If both are stored and equal, the model is tied. If they
+    differ, it is not.
     """
     embed, head = TENSORS["embed"], TENSORS["lm_head"]
     if not config.tie_embeddings or head not in tensors:
@@ -405,6 +417,7 @@ def _tokenizer(opened: Checkpoint, name: str, config: ModelConfig) -> Any:
             "the tokenizer in %s has %d ids and the model %d: prompts with an id from %d (%r) on are refused",
             *(name, len(ids), config.vocab_size, *beyond[0]),
         )
-    # It warns of "indexing errors" past the trained length. The engine refuses such prompts itself, and says how long they are.
+    # It warns of "indexing errors" past the trained length. The engine refuses such prompts itself, and says how long
+    # they are.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer

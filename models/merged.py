@@ -1,4 +1,5 @@
-"""Tensors of a model with adapters merged into them, read by rows as every other tensor is. Numbers are added in float32.
+"""Tensors of a model with adapters merged into them, read by rows as every other tensor is. Numbers are added in
+float32.
 
 Sources: LoRA (arXiv 2106.09685), DoRA (arXiv 2402.09353); details as in peft's `merge` of `Linear` and `Embedding`.
 """
@@ -26,10 +27,11 @@ class Change(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """A matrix [F, E] plus `scale * b @ a`. base: the matrix before any change. b: [F, r]. a: [r, E]. magnitude: DoRA's norms of rows [F].
+    """A matrix [F, E] plus `scale * b @ a`. base: the matrix before any change. b: [F, r]. a: [r, E]. magnitude: DoRA's
+    norms of rows [F].
 
-    With magnitudes each row is then multiplied by its magnitude over the norm of the row of the base plus this change. peft measures that
-    norm without the adapters merged before.
+    With magnitudes each row is then multiplied by its magnitude over the norm of the row of the base plus this change.
+    peft measures that norm without the adapters merged before.
     """
 
     base: Tensor
@@ -49,10 +51,11 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class LowRankTable:
-    """An embedding [V, E] plus `scale * (b @ a)` transposed. a: [r, V]. b: [E, r]. magnitude: DoRA's norms of columns [E].
+    """An embedding [V, E] plus `scale * (b @ a)` transposed. a: [r, V]. b: [E, r]. magnitude: DoRA's norms of columns
+    [E].
 
-    With magnitudes each column is multiplied by its magnitude over the norm of the column of the base plus this change, so the first rows
-    that are read cost a reading of all of them.
+    With magnitudes each column is multiplied by its magnitude over the norm of the column of the base plus this change,
+    so the first rows that are read cost a reading of all of them.
     """
 
     base: Tensor

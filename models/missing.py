@@ -1,4 +1,5 @@
-"""Families of transformers that kvjax does not have: of each the nearest that it has, and what differs. For the error that refuses them.
+"""Families of transformers that kvjax does not have: of each the nearest that it has, and what differs. For the error
+that refuses them.
 
 The names are those of transformers 5.24's `AutoModelForCausalLM`, and what differs is read in the source of its models
 (tests/models/test_missing.py has the list).
@@ -92,7 +93,8 @@ def _plain(name: str) -> str:
 
 
 def nearest(name: str) -> str | None:
-    """What to say of a family that is missing, by its `model_type` or architecture; None for a name that is not known."""
+    """What to say of a family that is missing, by its `model_type` or architecture; None for a name that is not
+    known."""
     found = name if name in _OF else model_type_of(name)
     if found is None:
         return None

@@ -1,4 +1,5 @@
-"""Mistral (7B, Nemo, Small 3 and the text part of Small 3.1): Llama's layers, with a sliding window in all of them or in none."""
+"""Mistral (7B, Nemo, Small 3 and the text part of Small 3.1): Llama's layers, with a sliding window in all of them or
+in none."""
 
 from kvjax.models.dense import DEFAULTS
 from kvjax.models.family import Family

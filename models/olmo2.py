@@ -1,6 +1,7 @@
 """OLMo 2: norms only after attention and MLP, and one RMSNorm over all heads of q, and one over those of k.
 
-Sources: 2 OLMo 2 Furious (arXiv 2501.00656); details as in transformers' `Olmo2ForCausalLM`, which the tests compare with.
+Sources: 2 OLMo 2 Furious (arXiv 2501.00656); details as in transformers' `Olmo2ForCausalLM`, which the tests compare
+with.
 """
 
 from __future__ import annotations

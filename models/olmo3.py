@@ -1,4 +1,5 @@
-"""OLMo 3: OLMo 2's layers, three with a sliding window and then one without. RoPE scaling applies to the layers without a window.
+"""OLMo 3: OLMo 2's layers, three with a sliding window and then one without. RoPE scaling applies to the layers without
+a window.
 
 Source: details as in transformers' `Olmo3ForCausalLM`, which the tests compare with.
 """

@@ -10,7 +10,8 @@ from kvjax.models.fields import number
 
 
 def rotated_of(read: Mapping[str, Any], head_dim: int) -> int:
-    """Elements of a head that RoPE rotates. ValueError that names the field for a factor that rotates no pairs, or is given twice."""
+    """Elements of a head that RoPE rotates. ValueError that names the field for a factor that rotates no pairs, or is
+    given twice."""
     ropes = [read[name] for name in ("rope_parameters", "rope_scaling") if isinstance(read[name], Mapping)]
     given = {number(each, "partial_rotary_factor") for each in ropes if each.get("partial_rotary_factor") is not None}
     if len(given) > 1:

@@ -1,4 +1,5 @@
-"""Regular expressions that come with checkpoints and adapters: how they are compiled and matched without end or harm."""
+"""Regular expressions that come with checkpoints and adapters: how they are compiled and matched without end or
+harm."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import re
 from typing import Any
 
 MAX_CHARACTERS, MAX_DEPTH = 2000, 8
-"""Of a pattern: its length, and how deep its groups are nested. `regex` takes twice the memory for each repeated group around another."""
+"""Of a pattern: its length, and how deep its groups are nested. `regex` takes twice the memory for each repeated group
+around another."""
 
 _NO_GROUPS = re.compile(r"\\.|\(\?#[^)]*\)|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 """What holds parentheses that are none: escapes, comments and sets of characters."""
@@ -16,7 +18,8 @@ _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def compiled(pattern: str, form: str = "{}") -> Any:
-    """A pattern of `regex`, whose matches take a `timeout`. form: what is put around it. ValueError if it is none, or too large."""
+    """A pattern of `regex`, whose matches take a `timeout`. form: what is put around it. ValueError if it is none, or
+    too large."""
     import regex  # here, because few checkpoints have patterns
 
     depth = deepest = 0

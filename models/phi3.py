@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini and 14B): Llama's layers with q, k and v stored as one matrix, and gate and up as another; RoPE on a part
-of each head, with longrope; a sliding window in all layers or in none.
+"""Phi-3, Phi-3.5 and Phi-4 (mini and 14B): Llama's layers with q, k and v stored as one matrix, and gate and up as
+another; RoPE on a part of each head, with longrope; a sliding window in all layers or in none.
 
 Source: details as in transformers' `Phi3ForCausalLM`, which the tests compare with.
 """

@@ -22,10 +22,11 @@ def project(
 
 
 def norm_before(x: Float[Array, "... E"], weight: Float[Array, "E"] | None, tokens: Tokens) -> tuple[Float[Array, "... E"], dict[str, Any]]:
-    """Tokens, and the options of `project` for a norm before the product. weight: None where the tokens are normalised already, or the
-    model has no norm there.
+    """Tokens, and the options of `project` for a norm before the product. weight: None where the tokens are normalised
+    already, or the model has no norm there.
 
-    RMSNorm is part of the op. Its offset is added there: the sum of offset and weight, rounded to 16 bits, would be another norm.
+    RMSNorm is part of the op. Its offset is added there: the sum of offset and weight, rounded to 16 bits, would be
+    another norm.
     """
     if weight is None:
         return x, {}
@@ -40,5 +41,6 @@ def biases_of(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array,
 
 
 def widened(matrix: Matrix, dtype: DTypeLike) -> Float[Array, "F E"]:
-    """A matrix that is used in another way than by `project`: unpacked to `dtype`, if it is packed; an array as it is."""
+    """A matrix that is used in another way than by `project`: unpacked to `dtype`, if it is packed; an array as it
+    is."""
     return unpack(matrix, dtype) if is_packed(matrix) else matrix

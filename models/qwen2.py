@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5 (base, Instruct, Coder, Math, 1M): biases on the q, k and v projections.
 
-The 1M models carry `dual_chunk_attention_config`: past the trained length they need dual chunk attention, which is not implemented here. Up
-to that length it changes nothing, so such a model can be loaded with `max_positions` set to the trained length.
+The 1M models carry `dual_chunk_attention_config`: past the trained length they need dual chunk attention, which is not
+implemented here. Up to that length it changes nothing, so such a model can be loaded with `max_positions` set to the
+trained length.
 """
 
 from kvjax.models.family import Family

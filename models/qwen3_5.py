@@ -1,7 +1,9 @@
-"""Qwen3.5, the text part of the dense models: Gated DeltaNet layers, and between them gated attention with RoPE on part of each head.
+"""Qwen3.5, the text part of the dense models: Gated DeltaNet layers, and between them gated attention with RoPE on part
+of each head.
 
-Of `Qwen3_5ForConditionalGeneration` checkpoints only the text part is read: `text_config` of config.json, and the tensors of the language
-model. Tensors of the vision model and of multi-token prediction are ignored. `kvjax.models.saving` writes `Qwen3_5ForCausalLM`.
+Of `Qwen3_5ForConditionalGeneration` checkpoints only the text part is read: `text_config` of config.json, and the
+tensors of the language model. Tensors of the vision model and of multi-token prediction are ignored.
+`kvjax.models.saving` writes `Qwen3_5ForCausalLM`.
 """
 
 from __future__ import annotations

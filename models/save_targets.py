@@ -37,7 +37,8 @@ TEMPLATES = "additional_chat_templates"
 """The one subfolder that a tokenizer writes, for a model with several chat templates (*.jinja)."""
 
 NAME_BEGINS = 50
-"""Characters of the folder's name in the name of the hidden one beside it, so that any name that a folder can have leaves room."""
+"""Characters of the folder's name in the name of the hidden one beside it, so that any name that a folder can have
+leaves room."""
 
 LONGER = 100
 """Bytes that the paths of the files are longer than that of the folder, at most."""
@@ -48,8 +49,8 @@ _ELSEWHERE = "choose another folder"
 def check_target(folder: object, overwrite: object) -> Path:
     """The absolute path of the folder that `save(folder)` writes, with links followed.
 
-    ValueError, with the path as it was given, if `save` cannot write there or may not replace what is there. Missing parents are no error:
-    `save` makes them. It is quick, so call it before a model is loaded. It leaves nothing behind.
+    ValueError, with the path as it was given, if `save` cannot write there or may not replace what is there. Missing
+    parents are no error: `save` makes them. It is quick, so call it before a model is loaded. It leaves nothing behind.
     """
     if not isinstance(overwrite, bool):
         raise ValueError(f"overwrite must be True or False, got {overwrite!r:.60}")
@@ -91,7 +92,8 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _check_names(path: Path, shown: str) -> None:
-    """ValueError for names that no folder can have. The system itself says nothing of names below a folder that is missing."""
+    """ValueError for names that no folder can have. The system itself says nothing of names below a folder that is
+    missing."""
     longest, whole = (os.pathconf(_existing_parent(path), name) for name in ("PC_NAME_MAX", "PC_PATH_MAX"))
     if len(os.fsencode(path)) + LONGER > whole:
         raise ValueError(f"the path {shown} is too long: with the names of the files it may have {whole} bytes; choose a shorter one")
@@ -154,7 +156,8 @@ def _is_of_a_model(entry: Path) -> bool:
 
 
 def _check_writable(path: Path, shown: str) -> None:
-    """ValueError unless a folder can be made beside `path`, or in the nearest parent that exists: tried, because modes do not tell all."""
+    """ValueError unless a folder can be made beside `path`, or in the nearest parent that exists: tried, because modes
+    do not tell all."""
     parent = _existing_parent(path)
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".kvjax.", dir=parent))

@@ -28,18 +28,21 @@ from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
 def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
+    """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and
+    `load` read it.
 
-    Packed matrices are written as compressed-tensors has them, with a `quantization_config`; `load` reads them back bit for bit.
+    Packed matrices are written as compressed-tensors has them, with a `quantization_config`; `load` reads them back bit
+    for bit.
 
-    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always complete. config.json is
-    written last: what an interrupted save leaves is no checkpoint. Missing parents are made, and links to folders followed.
-    overwrite: replace the model in `folder`. Only a folder that holds a model and nothing else is replaced
-    (`kvjax.models.save_targets.MODEL_FILES`). max_shard_bytes: the largest weights file; the host holds the tensors of one file at a time.
+    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always
+    complete. config.json is written last: what an interrupted save leaves is no checkpoint. Missing parents are made,
+    and links to folders followed. overwrite: replace the model in `folder`. Only a folder that holds a model and
+    nothing else is replaced (`kvjax.models.save_targets.MODEL_FILES`). max_shard_bytes: the largest weights file; the
+    host holds the tensors of one file at a time.
 
-    Raises before anything is written: ValueError if `folder` cannot be written or may not be replaced, if it is the current folder, and for
-    a model that config.json of its family cannot describe or that transformers would refuse; NotImplementedError for packed matrices that
-    transformers cannot read.
+    Raises before anything is written: ValueError if `folder` cannot be written or may not be replaced, if it is the
+    current folder, and for a model that config.json of its family cannot describe or that transformers would refuse;
+    NotImplementedError for packed matrices that transformers cannot read.
     """
     most = whole_number("max_shard_bytes", max_shard_bytes, 1, 2**63)
     target = check_target(folder, overwrite)
@@ -60,7 +63,8 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
 
 
 def check_packing(config: ModelConfig, format_of: FormatOf) -> None:
-    """NotImplementedError if `save` would refuse this model's matrices in these formats (`kvjax.model.weight_formats.FormatOf`)."""
+    """NotImplementedError if `save` would refuse this model's matrices in these formats
+    (`kvjax.model.weight_formats.FormatOf`)."""
     named = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)[0]
     formats = [format_of(*place_of(path), shape) for path, shape in named]
     wanted = checkpoint.wanted_tensors(config)[0]
@@ -87,7 +91,8 @@ def _rename(beside: Path, folder: Path) -> None:
 
 
 def _open_up(folder: Path) -> None:
-    """Give a folder and what is in it the default modes. tempfile and safetensors make theirs readable only by the owner."""
+    """Give a folder and what is in it the default modes. tempfile and safetensors make theirs readable only by the
+    owner."""
     masked = os.umask(0)
     os.umask(masked)
     for each in (folder, *folder.rglob("*")):
@@ -95,8 +100,8 @@ def _open_up(folder: Path) -> None:
 
 
 def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
-    """model.safetensors, or shards and their index. ValueError for arrays that are not in the model's compute_dtype; OSError if a file
-    cannot be written."""
+    """model.safetensors, or shards and their index. ValueError for arrays that are not in the model's compute_dtype;
+    OSError if a file cannot be written."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -130,7 +135,8 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
 
 
 def _packing_fields(model: Model) -> dict[str, Any]:
-    """The `quantization_config` of a model with packed matrices. NotImplementedError if transformers could not read them."""
+    """The `quantization_config` of a model with packed matrices. NotImplementedError if transformers could not read
+    them."""
     named = {name: outline(parts) for name, parts in _stored(model)}
     wanted, leaves = checkpoint.wanted_tensors(model.config)[0], jax.tree.leaves(model.params, is_leaf=is_packed)
     _check_order((w, leaf.format) for w, leaf in zip(wanted, leaves, strict=True) if is_packed(leaf))

@@ -1,4 +1,5 @@
-"""Tensors of a checkpoint: where each is stored, and how rows of it are read. Whatever a checkpoint's format, loading sees these.
+"""Tensors of a checkpoint: where each is stored, and how rows of it are read. Whatever a checkpoint's format, loading
+sees these.
 
 A tensor has `name`, `shape`, `dtype` (the stored type, by safetensors' name) and `read(start, stop)`.
 """
@@ -34,8 +35,8 @@ _ANY_DTYPES = {name: jnp.dtype(dtype) for name, dtype in DTYPES.items()} | {
 
 
 class Tensor(Protocol):
-    """A tensor that parameters are read from. dtype: what `read` gives, one of `DTYPES` or, of a packed matrix's parts, of safetensors'
-    other names."""
+    """A tensor that parameters are read from. dtype: what `read` gives, one of `DTYPES` or, of a packed matrix's parts,
+    of safetensors' other names."""
 
     @property
     def name(self) -> str:
@@ -63,7 +64,8 @@ class RowsPacked(Tensor, Protocol):
 
     @property
     def counted(self) -> MatrixFormat | None:
-        """`format`, by which its bytes are counted: the scales of a stored matrix may have another dtype than those of one packed here."""
+        """`format`, by which its bytes are counted: the scales of a stored matrix may have another dtype than those of
+        one packed here."""
 
     def read_packed(self, start: int, stop: int) -> PackedMatrix:
         """Rows [start, stop) in `format`, in arrays of the host."""
@@ -117,8 +119,8 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class RowsOf(View):
-    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another order. It is
-    `RowsPacked`, too."""
+    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another
+    order. It is `RowsPacked`, too."""
 
     rows: range | tuple[int, ...]
 
@@ -166,9 +168,11 @@ def read_whole(stored: Stored) -> np.ndarray:
 
 
 def mapped(stored: Stored) -> np.ndarray:
-    """A tensor in the stored type, in the pages of its file: what is not looked at is not read. Read only; copy what is kept.
+    """A tensor in the stored type, in the pages of its file: what is not looked at is not read. Read only; copy what is
+    kept.
 
-    safetensors reads those of 8-bit floats only for other frameworks, so the file is mapped here. ValueError for other types.
+    safetensors reads those of 8-bit floats only for other frameworks, so the file is mapped here. ValueError for other
+    types.
     """
     dtype = _ANY_DTYPES.get(stored.dtype)
     if dtype is None:
@@ -183,7 +187,8 @@ def mapped(stored: Stored) -> np.ndarray:
 
 
 def header_of(path: Path) -> tuple[int, Mapping[str, Any]]:
-    """The size in bytes of a safetensors file's header, and the header. The file must be whole (`kvjax.models.checkpoint`)."""
+    """The size in bytes of a safetensors file's header, and the header. The file must be whole
+    (`kvjax.models.checkpoint`)."""
     said = path.stat()
     return _header_of(path, (said.st_ino, said.st_size, said.st_mtime_ns))
 

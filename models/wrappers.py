@@ -1,4 +1,5 @@
-"""Larger models whose text part is a model of one of several families: `text_config` says of which. Only the text part is read.
+"""Larger models whose text part is a model of one of several families: `text_config` says of which. Only the text part
+is read.
 
 Prefixes are those of transformers 5 (`model.language_model.`) and of earlier releases (`language_model.model.`).
 """

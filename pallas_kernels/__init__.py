@@ -2,8 +2,8 @@
 
     from pallas_kernels import gather_attention
 
-Each op is a folder in the folder of its family, such as `pallas_kernels/attention/gather_attention/`. Names are resolved on first use, so
-importing this package loads no JAX and starts no device. It imports nothing of kvjax.
+Each op is a folder in the folder of its family, such as `pallas_kernels/attention/gather_attention/`. Names are
+resolved on first use, so importing this package loads no JAX and starts no device. It imports nothing of kvjax.
 """
 
 from __future__ import annotations

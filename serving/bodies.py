@@ -1,17 +1,19 @@
-"""What a request asks for, read from the fields of a record of a batch job or of the body of an HTTP request, and checked.
+"""What a request asks for, read from the fields of a record of a batch job or of the body of an HTTP request, and
+checked.
 
-Batch jobs and the server read OpenAI's fields here and nowhere else, so both take the same ones and understand them in the same way.
-`Fields` says which fields there are:
+Batch jobs and the server read OpenAI's fields here and nowhere else, so both take the same ones and understand them in
+the same way. `Fields` says which fields there are:
 
-* `PLAIN`: kvjax's own records. `prompt` (text, or token ids) or `messages`, and `max_new_tokens` or `max_tokens`, `temperature`, `top_k`,
-  `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `seed`, `n`, `stop`, `stop_token_ids`, `ignore_eos`,
-  `logprobs`, `top_logprobs`, `cache_salt`, `clip` (true: an answer that the model has no room for is cut, and no error); beside `messages`,
-  `chat_template_kwargs` for the model's chat template, and `parse_special` (true: special tokens in messages are control tokens).
-* `CHAT`, `COMPLETIONS`: OpenAI's bodies. They may also hold those of the fields above that OpenAI's API does not have, and fields of that
-  API, and of vLLM's, that kvjax does not have, at values that ask for nothing (`NEUTRAL`).
+* `PLAIN`: kvjax's own records. `prompt` (text, or token ids) or `messages`, and `max_new_tokens` or `max_tokens`,
+  `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `seed`, `n`,
+  `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, `top_logprobs`, `cache_salt`, `clip` (true: an answer that the
+  model has no room for is cut, and no error); beside `messages`, `chat_template_kwargs` for the model's chat template,
+  and `parse_special` (true: special tokens in messages are control tokens).
+* `CHAT`, `COMPLETIONS`: OpenAI's bodies. They may also hold those of the fields above that OpenAI's API does not have,
+  and fields of that API, and of vLLM's, that kvjax does not have, at values that ask for nothing (`NEUTRAL`).
 
-null means the same as leaving a field out. The fields of `IGNORED` change no answer. Any other field that is unknown, or needs something
-that kvjax cannot do, is an error. A limit may be given under two names if both have the same value.
+null means the same as leaving a field out. The fields of `IGNORED` change no answer. Any other field that is unknown,
+or needs something that kvjax cannot do, is an error. A limit may be given under two names if both have the same value.
 """
 
 from __future__ import annotations
@@ -100,10 +102,10 @@ NEUTRAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 class Body:
     """What a request asks for. Exactly one of prompt (text or token ids) and messages is set.
 
-    sampling: the arguments of `kvjax.Sampling` that it gives; their types are checked here, their ranges there. max_new_tokens is left out
-    if no limit was given, and so on. limit_field: the name under which the limit was given. template_options: variables of the chat
-    template. stream, usage: whether the answer is sent piece by piece, and ends with counts of tokens. model: the name that was given.
-    ignored: fields that were given and change nothing.
+    sampling: the arguments of `kvjax.Sampling` that it gives; their types are checked here, their ranges there.
+    max_new_tokens is left out if no limit was given, and so on. limit_field: the name under which the limit was given.
+    template_options: variables of the chat template. stream, usage: whether the answer is sent piece by piece, and ends
+    with counts of tokens. model: the name that was given. ignored: fields that were given and change nothing.
     """
 
     prompt: str | tuple[int, ...] | None
@@ -120,8 +122,8 @@ class Body:
 
 
 def read_body(fields: Mapping[str, Any], form: Fields, where: str = "", *, over_http: bool = False) -> Body:
-    """What these fields ask for. where: comes before the names of unknown fields in errors, as in "body.". over_http: whether they are a
-    request's, and not a record's. WrongField if something is wrong."""
+    """What these fields ask for. where: comes before the names of unknown fields in errors, as in "body.". over_http:
+    whether they are a request's, and not a record's. WrongField if something is wrong."""
     optional = {} if form is Fields.PLAIN else {name: each for name, each in NEUTRAL.items() if name not in form.value}
     check_known(fields, form.value | optional.keys(), where)
     given = {name: value for name, value in fields.items() if value is not None}
@@ -169,8 +171,9 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of a request's prompt: of text, of ids, or of messages, which the chat template renders with `options`.
 
-    positions: the model's; a text that is far longer is refused before it is tokenized, which would take minutes. ValueError says what is
-    wrong with the prompt. parse_special: whether special tokens in messages are control tokens, and not plain text.
+    positions: the model's; a text that is far longer is refused before it is tokenized, which would take minutes.
+    ValueError says what is wrong with the prompt. parse_special: whether special tokens in messages are control tokens,
+    and not plain text.
     """
     try:
         if messages is None:
@@ -187,8 +190,8 @@ def prompt_ids(
 
 
 def from_json(content: bytes | str) -> tuple[Any, list[tuple[dict[str, Any], str]]]:
-    """The value of a JSON text, and (object, name) of each field that one of its objects gives twice: the object has the last value, where
-    nobody knows which was meant. ValueError or RecursionError for other texts."""
+    """The value of a JSON text, and (object, name) of each field that one of its objects gives twice: the object has
+    the last value, where nobody knows which was meant. ValueError or RecursionError for other texts."""
     twice: list[tuple[dict[str, Any], str]] = []
 
     def counted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -246,7 +249,8 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _limit(given: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The name under which the limit was given, and the limit. Two names are fine if they agree: clients send both for older servers."""
+    """The name under which the limit was given, and the limit. Two names are fine if they agree: clients send both for
+    older servers."""
     limits = {name: whole(name, given[name]) for name in _LIMITS if name in given}
     if len(set(limits.values())) > 1:
         raise WrongField(
@@ -269,14 +273,16 @@ def _sampling(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
         stop = given["stop"]
         stop = stop if isinstance(stop, list | tuple) else [stop]
         sampling["stop"] = tuple(text("stop", each) for each in _at_most("stop", stop, MAX_STOP_STRINGS))
-    # vLLM's clients send its default, [], which there means no more than the model's own; ignore_eos is for none at all.
+    # vLLM's clients send its default, [], which there means no more than the model's own; ignore_eos is for none at
+    # all.
     if "stop_token_ids" in given and not (form is not Fields.PLAIN and _is([])(given["stop_token_ids"])):
         sampling["stop_token_ids"] = token_ids("stop_token_ids", _at_most("stop_token_ids", given["stop_token_ids"], MAX_STOP_TOKEN_IDS))
     return sampling | _logprobs(given, form)
 
 
 def _logprobs(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
-    """Whether to return log-probabilities, and for how many of the most likely tokens. Completions have one number for both."""
+    """Whether to return log-probabilities, and for how many of the most likely tokens. Completions have one number for
+    both."""
     if form is Fields.COMPLETIONS:
         if given.get("logprobs", False) is False:
             return {}
@@ -368,7 +374,8 @@ _SHORT = reprlib.Repr(maxlevel=3, maxdict=6, maxlist=6, maxtuple=6, maxstring=SH
 
 
 def show(value: Any) -> str:
-    """A value for an error message, shortened: prompts are long, and JSON may be nested more deeply than Python can print."""
+    """A value for an error message, shortened: prompts are long, and JSON may be nested more deeply than Python can
+    print."""
     said = f"({kind(value)})"
     with contextlib.suppress(ValueError, RecursionError):  # Python does not print a number of 5,000 digits either
         said = _SHORT.repr(value)

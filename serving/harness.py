@@ -2,14 +2,15 @@
 
     python -m kvjax.serving.harness --model kvjax --model_args pretrained=needle,policy=cascade:8 --tasks arc_easy
 
-is `lm_eval` with one more model. lm_eval up to 0.4.13 knows only the models of its own package. Later releases find kvjax by its entry
-point (group `lm_eval.models`), and `lm_eval --model kvjax ...` does the same. In Python:
+is `lm_eval` with one more model. lm_eval up to 0.4.13 knows only the models of its own package. Later releases find
+kvjax by its entry point (group `lm_eval.models`), and `lm_eval --model kvjax ...` does the same. In Python:
 
     lm_eval.simple_evaluate(model=KvjaxLM(engine), tasks=["arc_easy"])
 
-Contexts are prefilled once for all continuations that share them. Continuations are decoded through the policy, token by token (under the
-dense policy they are prefilled in chunks). Nothing is cut to fit: text longer than the model's positions or the pool is an error. This
-module does not need lm_eval. If lm_eval is installed, `KvjaxLM` is one of its models.
+Contexts are prefilled once for all continuations that share them. Continuations are decoded through the policy, token
+by token (under the dense policy they are prefilled in chunks). Nothing is cut to fit: text longer than the model's
+positions or the pool is an error. This module does not need lm_eval. If lm_eval is installed, `KvjaxLM` is one of its
+models.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ MODEL_ARGS = (
 class KvjaxLM(LM):
     """A language model for lm-evaluation-harness. Requests are its `Instance`s, or anything with `.args`.
 
-    engine: its model needs a tokenizer. policy: the decode policy; None is the engine's. slots: sequences that `generate_until` decodes
-    together; None is 8, or as many as the engine's largest batch bucket. max_length: tokens of the windows that `loglikelihood_rolling`
-    cuts long documents into; None is the model's positions. seed: for tasks that sample; each request of a call gets a different seed.
+    engine: its model needs a tokenizer. policy: the decode policy; None is the engine's. slots: sequences that
+    `generate_until` decodes together; None is 8, or as many as the engine's largest batch bucket. max_length: tokens of
+    the windows that `loglikelihood_rolling` cuts long documents into; None is the model's positions. seed: for tasks
+    that sample; each request of a call gets a different seed.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class KvjaxLM(LM):
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None) -> Self:
         """The model of a command line.
 
-        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype, lora and max_positions as for `kvjax.load`; policy,
-        prefill, pages, page_size and prefill_chunk as for `kvjax.Engine`; max_length and seed as here. additional_config: batch_size is
-        `slots` ("auto": max_batch_size); the harness always names a device, and JAX's default device is used. ValueError for any other
-        argument.
+        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype, lora and max_positions as for
+        `kvjax.load`; policy, prefill, pages, page_size and prefill_chunk as for `kvjax.Engine`; max_length and seed as
+        here. additional_config: batch_size is `slots` ("auto": max_batch_size); the harness always names a device, and
+        JAX's default device is used. ValueError for any other argument.
         """
         given, more = dict(arg_dict), dict(additional_config or {})
         if unknown := sorted(set(given) - set(MODEL_ARGS)):
@@ -133,7 +135,8 @@ class KvjaxLM(LM):
         }
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Per request (context, continuation): the continuation's log-probability, and whether greedy decoding would write it."""
+        """Per request (context, continuation): the continuation's log-probability, and whether greedy decoding would
+        write it."""
         pairs = [self._encode_pair(*request.args) for request in requests]
         by_context: dict[tuple[int, ...], list[int]] = {}
         for number, (context, _) in enumerate(pairs):
@@ -151,7 +154,8 @@ class KvjaxLM(LM):
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Per request (text,): the log-probability of the whole text, after the model's prefix token.
 
-        A text longer than `max_length` is cut into windows. Every token is predicted once. The last window begins earlier, to be full.
+        A text longer than `max_length` is cut into windows. Every token is predicted once. The last window begins
+        earlier, to be full.
         """
         return [sum(self._score_windows(*request.args)) for request in requests]
 
@@ -173,7 +177,8 @@ class KvjaxLM(LM):
         return texts
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation rendered by the model's chat template. Without the generation prompt, the last message is left open."""
+        """A conversation rendered by the model's chat template. Without the generation prompt, the last message is left
+        open."""
         return self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
         )
@@ -198,12 +203,14 @@ class KvjaxLM(LM):
         return config.eos_token_ids[0] if config.bos_token_id is None else config.bos_token_id
 
     def tok_encode(self, text: str) -> list[int]:
-        """Token ids of a context, with the special tokens that the tokenizer adds, but not twice: a chat template may have written them."""
+        """Token ids of a context, with the special tokens that the tokenizer adds, but not twice: a chat template may
+        have written them."""
         bos = self.tokenizer.bos_token
         return list(self.tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Context and continuation as tokens, tokenised together; spaces at the end of the context belong to the continuation."""
+        """Context and continuation as tokens, tokenised together; spaces at the end of the context belong to the
+        continuation."""
         if context == "":
             head, rest = [self.prefix_token_id], list(self.tokenizer(continuation, add_special_tokens=False)["input_ids"])
             # Some tasks put the prefix token into the continuation themselves.
@@ -257,8 +264,8 @@ class KvjaxLM(LM):
 def windows(length: int, max_length: int) -> Iterator[tuple[int, int, int]]:
     """Cut `length` tokens, of which the first is given, into (start, first, stop): predict [first, stop) from start on.
 
-    A window reads at most `max_length` tokens: all but the last predicted. Every token from 1 on is predicted once, and the last window
-    reaches back so as to read as many tokens as the others.
+    A window reads at most `max_length` tokens: all but the last predicted. Every token from 1 on is predicted once, and
+    the last window reaches back so as to read as many tokens as the others.
     """
     for first in range(1, length, max_length):
         stop = min(first + max_length, length)

@@ -111,8 +111,8 @@ class _Rate:
     def took(self, seconds: float, tokens: int) -> None:
         """Tokens that came so long after what came before.
 
-        The first ones waited for programs to be compiled, and do not count. Later ones may wait, too: what takes far longer than others
-        counts as ten of them. Tokens of one step come at once, and count when the next comes.
+        The first ones waited for programs to be compiled, and do not count. Later ones may wait, too: what takes far
+        longer than others counts as ten of them. Tokens of one step come at once, and count when the next comes.
         """
         if seconds < STEP_SECONDS and self._begun:
             if self._step is not None:
@@ -164,9 +164,9 @@ class _TimeLeft(ProgressColumn):
 class JobProgress(_Job):
     """Counts records and tokens of a running job and shows them on `console`; a context manager.
 
-    Prompt tokens and generated tokens take different times, and records differ in both, the longest first. So the time left goes by two
-    rates, each over the time in which there were such tokens. It is told when there is a rate for all kinds of tokens that are left.
-    Compiling is said while there is none.
+    Prompt tokens and generated tokens take different times, and records differ in both, the longest first. So the time
+    left goes by two rates, each over the time in which there were such tokens. It is told when there is a rate for all
+    kinds of tokens that are left. Compiling is said while there is none.
 
     Args:
         work: what each record takes, by its line.
@@ -189,7 +189,8 @@ class JobProgress(_Job):
         self._look_up, self._found_before, self._found = found, found(), 0
         self._prompt_tokens = self._generated = 0
         left = [each for line, each in work.items() if line not in earlier]
-        # Of records that have not begun, prompts are estimated, in units of which those that have begun tell how many tokens they are.
+        # Of records that have not begun, prompts are estimated, in units of which those that have begun tell how many
+        # tokens they are.
         self._prompts_left, self._answers_left = sum(each.prompt for each in left), sum(each.answer for each in left)
         self._known: dict[int, int] = {}
         self._begun_estimates, self._begun_tokens = 0.0, 0
@@ -274,7 +275,8 @@ class JobProgress(_Job):
 
     @property
     def text(self) -> str:
-        """The rates so far, in tokens per second of this run. Tokens that were found are not computed, and have no rate."""
+        """The rates so far, in tokens per second of this run. Tokens that were found are not computed, and have no
+        rate."""
         if self._compiling:
             return "compiling the first programs"
         seconds = max(self._clock() - self._started, 1e-9)

@@ -1,4 +1,5 @@
-"""Flags of XLA that a process needs before JAX starts in it, for pages in host memory. Flags that the user has set stay as they are."""
+"""Flags of XLA that a process needs before JAX starts in it, for pages in host memory. Flags that the user has set stay
+as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every implementation of all_gather is tested with: inputs, the checker, and how a call is run and lowered over a mesh."""
+"""What every implementation of all_gather is tested with: inputs, the checker, and how a call is run and lowered over a
+mesh."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def given(case: Case, seed: int) -> tuple[np.ndarray, ...]:
 
 
 def on_mesh(op: Callable, case: Case, calls: int) -> Callable:
-    """A function of the arrays of several calls: the results of all devices, one call after the other in one program."""
+    """A function of the arrays of several calls: the results of all devices, one call after the other in one
+    program."""
     mesh = mesh_of(case)
 
     def device(*several):
@@ -124,8 +126,8 @@ def lowered(op: Callable, case: Case, platform: str = "cuda", calls: int = 1) ->
 
 
 def compiled_call(*, mesh: Mesh, calls: int = 1, turns: int | None = None, **arrays):
-    """Calls of the GPU form over all devices of a mesh, each of what the one before found, for `cuda_kernels.check_spills`. turns: in a
-    loop of so many."""
+    """Calls of the GPU form over all devices of a mesh, each of what the one before found, for
+    `cuda_kernels.check_spills`. turns: in a loop of so many."""
 
     op = paging.implementation("all_gather", "mosaic_gpu")
 

@@ -1,4 +1,5 @@
-"""What every implementation of all_reduce is tested with: inputs, the checker, and how a call is run and lowered over a mesh."""
+"""What every implementation of all_reduce is tested with: inputs, the checker, and how a call is run and lowered over a
+mesh."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """devices: along the axis. others: devices along an axis before it. kind of numbers: "random", "cancelling" (sums of large numbers of
-    both signs and small ones: other orders give other bits in 16 bits, too), "whole" (exact in any order)."""
+    """devices: along the axis. others: devices along an axis before it. kind of numbers: "random", "cancelling" (sums
+    of large numbers of both signs and small ones: other orders give other bits in 16 bits, too), "whole" (exact in any
+    order)."""
 
     devices: int
     shape: tuple[int, ...]
@@ -85,8 +87,8 @@ def ordered_sum(parts: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
 
 
 def on_mesh(op: Callable, mesh: Mesh, count: int, with_residual: bool) -> Callable:
-    """A function of `count` calls' parts `[devices, *shape]` and residuals, each or None: the results of all devices, one call after the
-    other in one program."""
+    """A function of `count` calls' parts `[devices, *shape]` and residuals, each or None: the results of all devices,
+    one call after the other in one program."""
 
     def device(parts, residuals):
         found = []
@@ -101,7 +103,8 @@ def on_mesh(op: Callable, mesh: Mesh, count: int, with_residual: bool) -> Callab
 
 
 def check(op: Callable, name: str, calls: int = 2) -> None:
-    """All devices have the bits of the definition, in calls one after the other, and again when the program runs again."""
+    """All devices have the bits of the definition, in calls one after the other, and again when the program runs
+    again."""
     case = CASES[name] if isinstance(name, str) else name
     mesh, given = mesh_of(case), [parts_of(case, seed) for seed in range(calls)]
     program = jax.jit(on_mesh(op, mesh, calls, case.with_residual))
@@ -139,8 +142,8 @@ def production() -> dict[str, Case]:
 
 
 def compiled_call(parts, residual, *, mesh: Mesh, calls: int = 1, turns: int | None = None):
-    """Calls of the GPU form over all devices of a mesh, each with the sum before as its residual, for `cuda_kernels.compile_for`. turns: in
-    a loop of so many."""
+    """Calls of the GPU form over all devices of a mesh, each with the sum before as its residual, for
+    `cuda_kernels.compile_for`. turns: in a loop of so many."""
     op = paging.implementation("all_reduce", "mosaic_gpu")
 
     def device(x, residual):

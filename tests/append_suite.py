@@ -1,4 +1,5 @@
-"""What every implementation of append_tokens is tested with: inputs, the checker, and mutants that the checker must reject."""
+"""What every implementation of append_tokens is tested with: inputs, the checker, and mutants that the checker must
+reject."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ BOTH = (("bounds", 16), ("mean", 8))
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """starts: position of each row's first token. padding: tokens before the first and after the last valid one, per row in turn.
+    """starts: position of each row's first token. padding: tokens before the first and after the last valid one, per
+    row in turn.
 
-    content: what the keys of the pool and the tokens hold. hole: the last row has no second page. kinds: (kind, block size).
+    content: what the keys of the pool and the tokens hold. hole: the last row has no second page. kinds: (kind, block
+    size).
     """
 
     starts: tuple[int, ...] = (0, 14, 15, 31, 95, 40, 47)
@@ -117,8 +120,8 @@ ALL_CASES = CASES | TPU_CASES
 
 @functools.cache
 def arguments(name: str) -> tuple:
-    """k_pages, v_pages, indexes, k, v, positions, valid, page_table. Pages that no table names hold numbers that have to stay, page 0 and
-    the last one are never named."""
+    """k_pages, v_pages, indexes, k, v, positions, valid, page_table. Pages that no table names hold numbers that have
+    to stay, page 0 and the last one are never named."""
     case = ALL_CASES[name]
     rng = np.random.default_rng(sum(map(ord, name)))
     batch = len(case.starts)
@@ -159,8 +162,8 @@ def expected(name: str) -> tuple:
 
 
 def check(op, name: str) -> None:
-    """Pages bit for bit; bounds and what codes stand for exactly; a mean may differ by one rounding of the result; the rest stays bit for
-    bit."""
+    """Pages bit for bit; bounds and what codes stand for exactly; a mean may differ by one rounding of the result; the
+    rest stays bit for bit."""
     case = ALL_CASES[name]
     before, after = arguments(name)[2], op(*arguments(name), kinds=case.named_kinds)
     for ours, ref in zip(after[:2], expected(name)[:2], strict=True):

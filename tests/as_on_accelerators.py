@@ -1,4 +1,5 @@
-"""What plain JAX and cuDNN do on accelerators, on a CPU: tiles that grow, rounded weights, and cuDNN's attention by its contract.
+"""What plain JAX and cuDNN do on accelerators, on a CPU: tiles that grow, rounded weights, and cuDNN's attention by its
+contract.
 
 Sizes are small, so that small inputs have several tiles of each kind.
 """
@@ -37,8 +38,8 @@ def xla_of(op: str):
 
 
 def dot_product_attention(q, k, v, *, scale, is_causal, key_value_seq_lengths, return_residual, implementation):
-    """As `jax.nn.dot_product_attention` by cuDNN: keys from a length on get no weight, but their values are multiplied by it; the causal
-    mask begins at the first key. The log-sum-exp comes in float32, as XLA passes it on."""
+    """As `jax.nn.dot_product_attention` by cuDNN: keys from a length on get no weight, but their values are multiplied
+    by it; the causal mask begins at the first key. The log-sum-exp comes in float32, as XLA passes it on."""
     assert (implementation, return_residual) == ("cudnn", True)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2).astype(jnp.float32) for x in (k, v))
     logits = jnp.einsum("bthd,bshd->bhts", q.astype(jnp.float32), k, precision="highest") * scale

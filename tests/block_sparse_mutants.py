@@ -1,4 +1,5 @@
-"""Wrong versions of block_sparse_attention, which suites must reject: called with the op that they are made from, then its arguments."""
+"""Wrong versions of block_sparse_attention, which suites must reject: called with the op that they are made from, then
+its arguments."""
 
 from __future__ import annotations
 

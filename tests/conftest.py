@@ -5,37 +5,40 @@ import os
 import sys
 from pathlib import Path
 
-# Compilation is most of what the tests take. Both workers, and the processes that tests start, share what any of them has compiled; another
-# `make test` finds it again. Programs that compile within 0.2 s are left out: writing and reading thousands of them takes longer. These are
-# JAX's own variables, set before it is imported.
+# Compilation is most of what the tests take. Both workers, and the processes that tests start, share what any of them
+# has compiled; another `make test` finds it again. Programs that compile within 0.2 s are left out: writing and reading
+# thousands of them takes longer. These are JAX's own variables, set before it is imported.
 CACHE = Path(__file__).resolve().parents[1] / ".jax_cache"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# Many tests start processes, and the two workers import all test modules. Where Python may write no bytecode beside its modules, each of
-# these processes compiles all that it imports, which takes it three seconds. So they share a folder for it.
+# Many tests start processes, and the two workers import all test modules. Where Python may write no bytecode beside its
+# modules, each of these processes compiles all that it imports, which takes it three seconds. So they share a folder
+# for it.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")
     sys.dont_write_bytecode = False
 
-# Where these are set, pytest shows every difference between two values that a test compares, and finding them in the bytes of two arrays
-# takes it minutes. Mutants differ on purpose.
+# Where these are set, pytest shows every difference between two values that a test compares, and finding them in the
+# bytes of two arrays takes it minutes. Mutants differ on purpose.
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Compiled quickly means: without XLA's optimizations, by emitters that run no MLIR pipeline for every fusion, in one piece, and with XLA's
-# preset for short compilation. It takes a third of the time that XLA takes by default. It is sound because no test compares bits of what is
-# compiled quickly with bits of what is not: a module is compiled one way, with the processes that it starts, and numbers from elsewhere are
-# compared within errors.
+# Compiled quickly means: without XLA's optimizations, by emitters that run no MLIR pipeline for every fusion, in one
+# piece, and with XLA's preset for short compilation. It takes a third of the time that XLA takes by default. It is
+# sound because no test compares bits of what is compiled quickly with bits of what is not: a module is compiled one
+# way, with the processes that it starts, and numbers from elsewhere are compared within errors.
 #
-# They are held to instructions without bfloat16: those of newer processors make denormals 0, also where numbers are only copied.
+# They are held to instructions without bfloat16: those of newer processors make denormals 0, also where numbers are
+# only copied.
 #
-# One kind of program takes these emitters minutes and gigabytes: chains in which each step uses the last one's result several times, as
-# `union_blocks` has for the rows of a tile. Keep such chains short in tests, or give them the mark `long`.
+# One kind of program takes these emitters minutes and gigabytes: chains in which each step uses the last one's result
+# several times, as `union_blocks` has for the rows of a tile. Keep such chains short in tests, or give them the mark
+# `long`.
 QUICK_EMITTERS = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
     " --xla_cpu_opt_preset=FAST_COMPILE --xla_cpu_max_isa=AVX512_VNNI"
@@ -72,8 +75,8 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request):
-    """On a CPU, programs are compiled without XLA's optimizations, here and in processes that tests start; with them in modules marked
-    `optimized`, and where asked for."""
+    """On a CPU, programs are compiled without XLA's optimizations, here and in processes that tests start; with them in
+    modules marked `optimized`, and where asked for."""
     optimized = request.config.getoption("--optimized") or request.node.get_closest_marker("optimized") is not None
     quickly = jax.default_backend() == "cpu" and not optimized
     jax.config.update("jax_disable_most_optimizations", quickly)
@@ -82,9 +85,11 @@ def compiled_quickly(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_go_with_their_module():
-    """XLA maps memory for every program that it compiles for a CPU, and the kernel lets a process have 65,530 maps (vm.max_map_count).
+    """XLA maps memory for every program that it compiles for a CPU, and the kernel lets a process have 65,530 maps
+    (vm.max_map_count).
 
-    A worker that keeps the programs of all its modules comes close; past the limit a compilation ends in a segmentation fault.
+    A worker that keeps the programs of all its modules comes close; past the limit a compilation ends in a segmentation
+    fault.
     """
     yield
     jax.clear_caches()
@@ -100,7 +105,8 @@ def compiled_programs_stay_few(request):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name):
-    """Cases of a test are `long` where its mark `quick` does not name them, or its mark `quick_but` does. Both name them by their ids."""
+    """Cases of a test are `long` where its mark `quick` does not name them, or its mark `quick_but` does. Both name
+    them by their ids."""
     found = yield
     cases = {each.callspec.id: each for each in found if hasattr(each, "callspec")} if isinstance(found, list) else {}
     for each in cases.values():
@@ -114,13 +120,14 @@ def pytest_pycollect_makeitem(collector, name):
 
 
 def pytest_collection_modifyitems(items):
-    """Files of kernels come last, and `make test` keeps this order. A worker gets whole files, and none of these takes long, so both
-    workers end at about the same time."""
+    """Files of kernels come last, and `make test` keeps this order. A worker gets whole files, and none of these takes
+    long, so both workers end at about the same time."""
     items.sort(key=lambda item: item.nodeid.startswith("tests/pallas_kernels/"))
 
 
 def pytest_collection_finish():
-    """The garbage collector goes through everything that it tracks, again and again. What is there now stays: thousands of tests."""
+    """The garbage collector goes through everything that it tracks, again and again. What is there now stays: thousands
+    of tests."""
     gc.collect()
     gc.freeze()
 
@@ -154,7 +161,8 @@ def emulated_kernels():
 
 @pytest.fixture(scope="session")
 def hopper() -> None:
-    """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can run all of them, in all forms."""
+    """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can run all of them, in
+    all forms."""
     from pallas_kernels.core import dispatch
 
     if "mosaic_gpu" not in dispatch.available("flash_attention"):

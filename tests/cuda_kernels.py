@@ -1,4 +1,5 @@
-"""What can be known of Mosaic GPU kernels without a GPU: their lowered text, and what the assembler says of their machine code."""
+"""What can be known of Mosaic GPU kernels without a GPU: their lowered text, and what the assembler says of their
+machine code."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ import pytest
 
 
 def lower(op: str, arrays: dict, static: dict) -> str:
-    """The text of a call of the Mosaic GPU implementation of `op`, lowered without a GPU. arrays: (shape, dtype) by name, or
-    dicts of them."""
+    """The text of a call of the Mosaic GPU implementation of `op`, lowered without a GPU. arrays: (shape, dtype) by
+    name, or dicts of them."""
     function = functools.partial(paging.implementation(op, "mosaic_gpu"), **static)
     structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1])), arrays, is_leaf=lambda x: isinstance(x, tuple))
     return jax.jit(function).trace(**structs).lower(lowering_platforms=("cuda",)).as_text()
@@ -34,10 +35,12 @@ BLACKWELL_GPUS = {
 
 
 def compile_for(gpu: str, cases: dict[str, tuple], tmp_path: Path, devices: int = 1) -> dict[str, list[dict[str, int]] | str]:
-    """Per case, (op or function, arrays, static), and per kernel that it launches: registers, bytes of spill stores and loads. Where the
-    kernel refuses the call on that GPU, the reason. devices: for more than one, functions take their `mesh` too, of one axis "tensor".
+    """Per case, (op or function, arrays, static), and per kernel that it launches: registers, bytes of spill stores and
+    loads. Where the kernel refuses the call on that GPU, the reason. devices: for more than one, functions take their
+    `mesh` too, of one axis "tensor".
 
-    In a process of its own: JAX has to be told before it starts that no GPU is needed, and a real one must not be touched.
+    In a process of its own: JAX has to be told before it starts that no GPU is needed, and a real one must not be
+    touched.
     """
     if not importlib.util.find_spec("jax_cuda13_plugin"):
         pytest.skip("compiling for a GPU needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
@@ -59,8 +62,8 @@ def compile_for(gpu: str, cases: dict[str, tuple], tmp_path: Path, devices: int 
 
 
 def kernels_that_meet(program: str) -> tuple[list[str], list[str]]:
-    """The lines of an optimized program that launch kernels of ours, and those of them in which all devices meet. Fails if one of these is
-    in a loop."""
+    """The lines of an optimized program that launch kernels of ours, and those of them in which all devices meet. Fails
+    if one of these is in a loop."""
     kernels = [line for line in program.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line]
     meet = [line for line in kernels if "uses_xla_collective_metadata = true" in line]
     outside = program[program.index("\nENTRY ") :]

@@ -1,4 +1,5 @@
-"""Damaged copies of small checkpoints, drawn by hypothesis: JSON changed by its structure, and files changed as files."""
+"""Damaged copies of small checkpoints, drawn by hypothesis: JSON changed by its structure, and files changed as
+files."""
 
 import copy
 import functools

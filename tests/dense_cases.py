@@ -1,4 +1,5 @@
-"""Unusual configurations of dense families, with weights and prompts from seeds: NumPy alone, for make_family_golden.py too."""
+"""Unusual configurations of dense families, with weights and prompts from seeds: NumPy alone, for make_family_golden.py
+too."""
 
 import zlib
 
@@ -151,7 +152,8 @@ OWN = {
 
 
 def weight_of(family, number, name, shape):
-    """A tensor of a case's checkpoint, float32. So large that attention is far from flat and every norm, bias and scale shows."""
+    """A tensor of a case's checkpoint, float32. So large that attention is far from flat and every norm, bias and scale
+    shows."""
     noise = np.random.default_rng(zlib.crc32(f"{family} {number} {name}".encode())).standard_normal(shape).astype(np.float32)
     if "norm" in name:
         return np.float32(1.0) + np.float32(0.4) * noise

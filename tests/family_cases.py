@@ -1,4 +1,5 @@
-"""Unusual configurations of families, with weights and prompts from seeds. NumPy alone, for the script with transformers and the tests."""
+"""Unusual configurations of families, with weights and prompts from seeds. NumPy alone, for the script with
+transformers and the tests."""
 
 import zlib
 
@@ -111,7 +112,8 @@ OFFSET = ("gemma", "gemma2")
 
 
 def weight_of(family, number, name, shape):
-    """A tensor of a case's checkpoint, float32. So large that attention is far from flat and every norm, bias and scale shows."""
+    """A tensor of a case's checkpoint, float32. So large that attention is far from flat and every norm, bias and scale
+    shows."""
     noise = np.random.default_rng(zlib.crc32(f"{family} {number} {name}".encode())).standard_normal(shape).astype(np.float32)
     if "norm" in name:
         return (0.0 if family in OFFSET else 1.0) + np.float32(0.4) * noise

@@ -1,4 +1,5 @@
-"""Pools of more than 2^31 elements in device memory, for tests on a GPU, which are skipped where the device has too little of it."""
+"""Pools of more than 2^31 elements in device memory, for tests on a GPU, which are skipped where the device has too
+little of it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def needs_memory(count: int, stats: Mapping[str, int] | None = None) -> None:
 
 
 def far_pools(numbers: jax.Array, *contents: jax.Array, num_pages: int) -> list[jax.Array]:
-    """For each of the contents, whose pages lie along the first axis, a pool that has them at these numbers, and NaN everywhere else."""
+    """For each of the contents, whose pages lie along the first axis, a pool that has them at these numbers, and NaN
+    everywhere else."""
     sizes = [num_pages * content[0].nbytes for content in contents]
     needs_memory(sum(sizes) + max(sizes))  # a program that fills one may need room for it twice
     return [_pool(numbers, content, num_pages=num_pages) for content in contents]

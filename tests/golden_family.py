@@ -18,14 +18,16 @@ CUTS = ((1, 48), (5, 11, 17, 48), (16, 32, 48), (13, 47, 48))
 
 
 class GoldenFamily:
-    """The cases in `golden/NAME`, which `make_NAME_golden.py` writes. folder, cases: where they are, and their names."""
+    """The cases in `golden/NAME`, which `make_NAME_golden.py` writes. folder, cases: where they are, and their
+    names."""
 
     def __init__(self, name):
         self.name, self.folder = name, HERE / "golden" / name
         self.cases = sorted(each.name for each in self.folder.iterdir() if (each / "golden.safetensors").is_file())
 
     def case(self, name):
-        """The model of a case, and what it must give: ids, logits after each of them, and greedy tokens after the last."""
+        """The model of a case, and what it must give: ids, logits after each of them, and greedy tokens after the
+        last."""
         want = load_file(self.folder / name / "golden.safetensors")
         return load(self.folder / name, dtype=jnp.float32, tokenizer=False), want
 

@@ -1,10 +1,11 @@
 """Random histories of an engine, and what their sequences must hold: the harness of `test_histories.py` and of others.
 
-A history is a run of random calls on one engine: prefill, extend, decode in batches, steps with drafts, fork, truncate, free, save and
-restore, suspend and resume, and calls that must fail. Beside it stands a plain record of what each sequence holds: which tokens prefill
-wrote, and which tokens steps wrote, through which policy. Three things are checked: page counts after every call; the bits of every
-sequence's next step against a second engine in which nothing but that record was ever run; and, for what was written and read by the
-model's own policies, which are dense but for an indexer's, the logits against one full forward.
+A history is a run of random calls on one engine: prefill, extend, decode in batches, steps with drafts, fork, truncate,
+free, save and restore, suspend and resume, and calls that must fail. Beside it stands a plain record of what each
+sequence holds: which tokens prefill wrote, and which tokens steps wrote, through which policy. Three things are
+checked: page counts after every call; the bits of every sequence's next step against a second engine in which nothing
+but that record was ever run; and, for what was written and read by the model's own policies, which are dense but for an
+indexer's, the logits against one full forward.
 """
 
 import collections
@@ -25,8 +26,8 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "sh
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of engines: tokens of a page, of a chunk and of the longest sequence; pages, the prefill policy, and their own policy. Of steps:
-    their policies, and tokens of those with drafts."""
+    """Of engines: tokens of a page, of a chunk and of the longest sequence; pages, the prefill policy, and their own
+    policy. Of steps: their policies, and tokens of those with drafts."""
 
     page: int = 16
     chunk: int = 32
@@ -60,7 +61,8 @@ class Drafted:
 
 @dataclasses.dataclass
 class Held:
-    """What a live sequence must hold: its tokens, and how each was written: None by prefill, else the policy of its step, or the step."""
+    """What a live sequence must hold: its tokens, and how each was written: None by prefill, else the policy of its
+    step, or the step."""
 
     sequence: object
     tokens: list[int]
@@ -240,7 +242,8 @@ class History:
         assert self.engine.sequences == {each.sequence for each in self.held}, self.calls
 
     def differences(self) -> int:
-        """Sequences whose next step has other bits than alone, or is not near the full forward though all of it was the model's own."""
+        """Sequences whose next step has other bits than alone, or is not near the full forward though all of it was the
+        model's own."""
         wrong, own = 0, str(own_policies(self.model.config)[0])
         for each in self.held:
             token, policy = self.draw_token(), self.draw_policy()

@@ -1,4 +1,5 @@
-"""Attention of a whole text under a mask, without a cache: the oracle of policies that give pages back, or read less."""
+"""Attention of a whole text under a mask, without a cache: the oracle of policies that give pages back, or read
+less."""
 
 import functools
 
@@ -17,10 +18,11 @@ def rotated(x, positions, theta):
 
 @functools.cache
 def forward(model, longest, remapped=None):
-    """A jitted function: tokens `[longest]`, mask `[layers, H, longest, longest]` -> logits `[longest, V]`, and per layer what each query
-    pays each token, `[longest, H, longest]`.
+    """A jitted function: tokens `[longest]`, mask `[layers, H, longest, longest]` -> logits `[longest, V]`, and per
+    layer what each query pays each token, `[longest, H, longest]`.
 
-    remapped: None, or (sink_tokens, window_tokens): positions are those in a cache of these tokens alone (StreamingLLM).
+    remapped: None, or (sink_tokens, window_tokens): positions are those in a cache of these tokens alone
+    (StreamingLLM).
     """
     first = model.config.layers[0].mixer
     groups, theta = first.num_heads // first.num_kv_heads, first.rope.theta
@@ -51,7 +53,8 @@ def forward(model, longest, remapped=None):
 
 
 def attended(model, tokens, mask, longest, remapped=None):
-    """`forward` of fewer than `longest` tokens. mask: `[T, T]`, or `[layers, H, T, T]`. Results are of the tokens alone, numpy."""
+    """`forward` of fewer than `longest` tokens. mask: `[T, T]`, or `[layers, H, T, T]`. Results are of the tokens
+    alone, numpy."""
     count, first = len(tokens), model.config.layers[0].mixer
     whole = np.broadcast_to(np.eye(longest, dtype=bool), (model.config.num_layers, first.num_heads, longest, longest)).copy()
     whole[..., :count, :count] = mask

@@ -7,8 +7,8 @@ import signal
 
 @contextlib.contextmanager
 def pressed_in_a_collection(times=1):
-    """Ctrl-C comes while a callback of the garbage collector runs, as JAX has one: what is raised there, Python prints and drops. Gives a
-    function that collects, and a list with an entry for each press."""
+    """Ctrl-C comes while a callback of the garbage collector runs, as JAX has one: what is raised there, Python prints
+    and drops. Gives a function that collects, and a list with an entry for each press."""
     presses = []
 
     def callback(phase, info):

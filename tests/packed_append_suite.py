@@ -1,4 +1,5 @@
-"""What append_tokens over packed pages is tested with: inputs, the checker, and mutants that the checker must reject."""
+"""What append_tokens over packed pages is tested with: inputs, the checker, and mutants that the checker must
+reject."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """formats: of keys and of values, by name. starts: position of each row's first token; the last row has no second page where there is a
-    hole, and the first none open where `closed`. content: of tokens and open rows."""
+    """formats: of keys and of values, by name. starts: position of each row's first token; the last row has no second
+    page where there is a hole, and the first none open where `closed`. content: of tokens and open rows."""
 
     formats: str | tuple[str, str]
     starts: tuple[int, ...] = (15, 0, 14, 31, 47)
@@ -130,7 +131,8 @@ def _numbers(rng, shape, content: str) -> np.ndarray:
 
 @functools.cache
 def arguments(case: Case) -> tuple:
-    """pages, indexes, k, v, positions, valid, table, frames. Page 0 and the last one are never named; what pools hold before is random."""
+    """pages, indexes, k, v, positions, valid, table, frames. Page 0 and the last one are never named; what pools hold
+    before is random."""
     rng, batch, pages = np.random.default_rng(len(case.starts) + case.head_dim), len(case.starts), len(case.starts) * case.width + 3
     tile, token = (case.kv_heads, case.page_size, case.head_dim), (batch, case.num_tokens, case.kv_heads, case.head_dim)
     table = rng.permutation(np.arange(1, pages - 1))[: batch * case.width].reshape(batch, case.width).astype(np.int32)
@@ -189,7 +191,8 @@ def as_read(result: tuple) -> tuple:
 
 
 def check(op, case: Case, wanted: tuple | None = None, form=lambda result: result) -> None:
-    """All arrays bit for bit, but any NaN is like any other, and a mean may differ by a rounding. form: of results, what is compared."""
+    """All arrays bit for bit, but any NaN is like any other, and a mean may differ by a rounding. form: of results,
+    what is compared."""
     found, wanted = (dict(jax.tree_util.tree_leaves_with_path(form(x))) for x in (run(op, case), wanted or expected(case)))
     assert found.keys() == wanted.keys()
     for path, ours in found.items():

@@ -1,4 +1,5 @@
-"""Prefill attention over packed pages as its suites call it: cases of formats and walks, what is expected, and how close that must be."""
+"""Prefill attention over packed pages as its suites call it: cases of formats and walks, what is expected, and how
+close that must be."""
 
 from __future__ import annotations
 
@@ -49,9 +50,9 @@ class Prefill:
 
 
 def build(tools, *, format: str, starts, window=None, lists=None, query_sparse=None, opened=True, seed=0, **spec) -> Prefill:
-    """A chunk of ragged rows over permuted pages. NaN is everything that no query reads: tokens that nobody wrote, pages that no row names,
-    packed pages from that of the last query on where own pages are read open, and other open rows. lists: (width, block size) of
-    block_sparse_attention. query_sparse: keywords of query_sparse_attention."""
+    """A chunk of ragged rows over permuted pages. NaN is everything that no query reads: tokens that nobody wrote,
+    pages that no row names, packed pages from that of the last query on where own pages are read open, and other open
+    rows. lists: (width, block size) of block_sparse_attention. query_sparse: keywords of query_sparse_attention."""
     paged = tools.make_paged(seed=seed, dtype="bfloat16", **spec)
     table, lengths, starts = np.asarray(paged.page_table), np.asarray(paged.lengths), np.asarray(starts, np.int32)
     page_size, num_queries = paged.k.shape[2], paged.q.shape[1]
@@ -115,7 +116,8 @@ def put_half(self: HalfTile, ring_s, slot, half, held):
 
 
 def compare(tools, case: Prefill, found: tuple) -> None:
-    """Assert that out and LSE are those of the definition, without NaN. It rounds numbers to bfloat16, too; weights it does not."""
+    """Assert that out and LSE are those of the definition, without NaN. It rounds numbers to bfloat16, too; weights it
+    does not."""
     q, pages, *rest = case.operands
     clean = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=1.0) if jnp.issubdtype(x.dtype, jnp.floating) else x, pages)
     expected = dataclasses.replace(case, operands=(q, clean, *rest)).run("reference")
@@ -124,8 +126,8 @@ def compare(tools, case: Prefill, found: tuple) -> None:
 
 
 def production(form, op="flash_attention", tokens=8192, **sizes) -> tuple:
-    """(op, arrays, keywords) of a chunk over 128K tokens, as `cuda.lower` takes them. Arguments as of `packed_suite.production`, and those
-    of the op."""
+    """(op, arrays, keywords) of a chunk over 128K tokens, as `cuda.lower` takes them. Arguments as of
+    `packed_suite.production`, and those of the op."""
     of_pages = ("batch", "heads", "head_dim", "page_size", "dtype", "opened")
     static = {name: x for name, x in sizes.items() if name not in of_pages}
     sizes = {name: x for name, x in sizes.items() if name in of_pages}

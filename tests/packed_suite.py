@@ -1,4 +1,5 @@
-"""gather_attention over packed pages as its suites call it: cases of formats and forms, what is expected, and how close that must be."""
+"""gather_attention over packed pages as its suites call it: cases of formats and forms, what is expected, and how close
+that must be."""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ FORMATS = {
 OF_QUERIES = 2**-9
 """Of a large logit: what rounding a query to bfloat16 once more may change."""
 OF_CHANNELS = 2e-2
-"""How far an LSE, or a row of the output, may be off where scales of channels multiply the queries, which rounds them once more.
-Elsewhere keys are exact."""
+"""How far an LSE, or a row of the output, may be off where scales of channels multiply the queries, which rounds them
+once more. Elsewhere keys are exact."""
 
 
 @dataclasses.dataclass
 class Packed:
-    """A call. exact: the same pages, whose numbers are not rounded when they are read. apart: those pages with the tiles of the list in
-    other frames for each KV head, and these frames; None: the table says where they are."""
+    """A call. exact: the same pages, whose numbers are not rounded when they are read. apart: those pages with the
+    tiles of the list in other frames for each KV head, and these frames; None: the table says where they are."""
 
     operands: tuple
     keywords: dict[str, Any]
@@ -75,8 +76,8 @@ def picked(case: Packed) -> tuple:
 
 
 def build(tools, *, format: str, window=None, blocks=None, lse=False, config=None, opened=False, apart=False, seed=0, **spec) -> Packed:
-    """A case: ragged rows over permuted pages. NaN are the scales of tokens that nobody wrote, and everything that no query reads: other
-    open rows, and where queries read their own pages open, the packed last page of each row."""
+    """A case: ragged rows over permuted pages. NaN are the scales of tokens that nobody wrote, and everything that no
+    query reads: other open rows, and where queries read their own pages open, the packed last page of each row."""
     paged = tools.make_paged(seed=seed, dtype="bfloat16", **spec)
     table, lengths = np.asarray(paged.page_table), np.asarray(paged.lengths)
     page_size, num_queries = paged.k.shape[2], paged.q.shape[1]
@@ -146,7 +147,8 @@ POOL_PAGES = 1100
 def production(
     form, batch=1, heads=(28, 4), head_dim=128, page_size=128, num_queries=1, width=None, dtype="bfloat16", opened=True, **static
 ) -> tuple:
-    """(op, arrays, keywords) of a call over 128K tokens a row, as `cuda.lower` takes them. form: of `FORMATS`, or the two formats."""
+    """(op, arrays, keywords) of a call over 128K tokens a row, as `cuda.lower` takes them. form: of `FORMATS`, or the
+    two formats."""
     (num_heads, kv_heads), pages = heads, POOL_PAGES
     parts: dict[str, Any] = {}
     for name, packed in zip("kv", FORMATS[form] if isinstance(form, str) else form, strict=True):
@@ -189,9 +191,9 @@ def changed(case: Any, change: str) -> Any:
 
 
 def tiles_apart(pages: Pages, paged, blocks, block_size: int) -> tuple[Pages, Any]:
-    """The pages, and behind them their tiles in another order for each KV head, as a hot buffer has them; and the frames of the listed
-    blocks `[B, K, W]`: there, where no query writes to the page, else its own. Of pages that are read there alone, the first copy is
-    wrong."""
+    """The pages, and behind them their tiles in another order for each KV head, as a hot buffer has them; and the
+    frames of the listed blocks `[B, K, W]`: there, where no query writes to the page, else its own. Of pages that are
+    read there alone, the first copy is wrong."""
     count, heads, page_size = pages.num_pages, pages.kv_heads, pages.page_size
     order = np.stack([np.random.default_rng(h).permutation(count) for h in range(heads)], 1)  # [place, head] -> page
     place_of = jnp.asarray(np.argsort(order, axis=0), jnp.int32)

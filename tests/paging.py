@@ -1,6 +1,7 @@
 """Ops over pages as their suites call them: K and V one by one, so that a case or a mutant can change one of them.
 
-`paging.gather_attention(q, k, v, table, ...)` is the public op over `Pages(k, v)`. `implementation` runs one that dispatch would not.
+`paging.gather_attention(q, k, v, table, ...)` is the public op over `Pages(k, v)`. `implementation` runs one that
+dispatch would not.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def unsupported(op: str, name: str, *arrays, **keywords) -> str | None:
 
 
 def implementation(op: str, name: str, **options) -> Callable:
-    """The op run by its implementation `name` on whatever backend this is. options: what only that implementation's function takes."""
+    """The op run by its implementation `name` on whatever backend this is. options: what only that implementation's
+    function takes."""
     choose, load = dispatch.choose, dispatch.load
 
     def chosen(asked, *rest):

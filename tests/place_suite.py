@@ -20,9 +20,9 @@ NOW = 40
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a call. held: part of the places that hold a tile. listed: part of those that the sequences may list. on_host: part of the
-    pages in host memory. shared: whether all rows have one sequence. empty: -1 throughout the lists. settled: at most one tile of a head
-    is missing in each set, so that nothing is left to choose."""
+    """Sizes of a call. held: part of the places that hold a tile. listed: part of those that the sequences may list.
+    on_host: part of the pages in host memory. shared: whether all rows have one sequence. empty: -1 throughout the
+    lists. settled: at most one tile of a head is missing in each set, so that nothing is left to choose."""
 
     batch: int = 2
     kv_heads: int = 2
@@ -73,8 +73,8 @@ CASES = {
 
 @functools.cache
 def arguments(name: str) -> tuple:
-    """What `NAMES` says. Pages have ids far above the number of sets; some have no id, some no frame. Places hold tiles of pages that are
-    listed, of others, or none. Rows end in an open page, and with a full one."""
+    """What `NAMES` says. Pages have ids far above the number of sets; some have no id, some no frame. Places hold tiles
+    of pages that are listed, of others, or none. Rows end in an open page, and with a full one."""
     case = CASES[name]
     rng = np.random.default_rng([case.seed, *map(ord, name)])
     batch, border = case.batch, case.static["border"]
@@ -124,7 +124,8 @@ def _settle(case, blocks, table, frames, lengths, tags) -> None:
 
 
 def asked_entries(case, blocks, table, frames, lengths):
-    """head, row, place in the list, page id, frame of each entry that may be in the buffer: of full pages in host memory."""
+    """head, row, place in the list, page id, frame of each entry that may be in the buffer: of full pages in host
+    memory."""
     for head, row, w in np.ndindex(blocks.shape[1], blocks.shape[0], blocks.shape[2]):
         block = blocks[row, head, w]
         if 0 <= block < table.shape[1]:

@@ -1,4 +1,5 @@
-"""A chunk of queries over pages, the attention that it pays, written out plainly, and the peers of benchmarks/ in tiny sizes."""
+"""A chunk of queries over pages, the attention that it pays, written out plainly, and the peers of benchmarks/ in tiny
+sizes."""
 
 import functools
 from pathlib import Path
@@ -48,7 +49,8 @@ def find_lists(policy, query, layer, ctx):
 
 @functools.cache
 def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=128):
-    """(query, layer, context): a chunk at the end of one sequence on permuted pages; padding after it and NaN wherever nothing is."""
+    """(query, layer, context): a chunk at the end of one sequence on permuted pages; padding after it and NaN wherever
+    nothing is."""
     rng = np.random.default_rng(seed)
     pages = capacity // page_size
     table = rng.permutation(pages + 3)[:pages]
@@ -65,7 +67,8 @@ def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=1
 
 
 def laid_out(query, layer, ctx):
-    """(q, keys, positions of the written queries, length) of the one sequence as numpy, keys per query head: [T H D], [S H D]."""
+    """(q, keys, positions of the written queries, length) of the one sequence as numpy, keys per query head: [T H D],
+    [S H D]."""
     length, start = int(ctx.lengths[0]), int(ctx.starts[0])
     keys = np.asarray(layer.pages.k)[np.asarray(ctx.page_table[0])].swapaxes(1, 2).reshape(-1, 2, 8)[:length].repeat(3, axis=1)
     positions = np.arange(start, min(start + query.shape[1], length))

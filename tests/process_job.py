@@ -1,4 +1,5 @@
-"""One process of a job of several, for `test_processes.py`: `python process_job.py SCENARIO PORT COUNT NUMBER DEVICES FOLDER`.
+"""One process of a job of several, for `test_processes.py`: `python process_job.py SCENARIO PORT COUNT NUMBER DEVICES
+FOLDER`.
 
 Each process writes what it found to standard output, as JSON.
 """
@@ -52,7 +53,8 @@ def prompts_of(model):
 
 
 def engine_of(devices, policy=None, stores=False):
-    """An engine whose pool is too small for all prompts at once. stores: whether it keeps pages for later prompts, also in host memory."""
+    """An engine whose pool is too small for all prompts at once. stores: whether it keeps pages for later prompts, also
+    in host memory."""
     sizes = {"pages": 20, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (4,)}
     model = shallow(make_family("llama"))
     sizes |= {"host_bytes": 24 * model.config.cache_spec(PAGE).bytes_per_page("full")} if stores else {}
@@ -112,7 +114,8 @@ def answers(engine, **options):
 
 
 def job(engine):
-    """All answers, and again with slices of prefill between the steps; what is refused; Ctrl-C; an error that all processes meet."""
+    """All answers, and again with slices of prefill between the steps; what is refused; Ctrl-C; an error that all
+    processes meet."""
     found = answers(engine) | {"again": answers(engine, max_gap_ms=5.0)}
     try:
         engine.prefill([[1, 2, 3]])
@@ -156,7 +159,8 @@ def brief(engine):
 
 
 def reuse(engine):
-    """The answers of all prompts, which find pages of the prompts before them more and more often, and what the stores did."""
+    """The answers of all prompts, which find pages of the prompts before them more and more often, and what the stores
+    did."""
     rounds = [answers(engine) for _ in range(3)]
     stats = engine.stats()
     counts = [stats.found_tokens, stats.device.hits, stats.device.evictions, stats.host.hits, stats.host.evictions]
@@ -173,7 +177,8 @@ def auto(engine):
 
 
 def lost(engine, folder):
-    """One answer, which is printed, and then steps without an end. The last process kills itself when these have begun."""
+    """One answer, which is printed, and then steps without an end. The last process kills itself when these have
+    begun."""
     print(json.dumps(brief(engine)), flush=True)
     Path(folder, "answered").touch()
     scheduler = kvjax.Scheduler(engine)

@@ -1,4 +1,5 @@
-"""Cases of project_tokens, their inputs and the comparison of results: for the suites of plain and of packed matrices."""
+"""Cases of project_tokens, their inputs and the comparison of results: for the suites of plain and of packed
+matrices."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ EPS = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """half: of the head dim, where the first `rotated` results are turned. offset: added to all inputs. kind: how the matrices are packed,
-    by name; None: they are not."""
+    """half: of the head dim, where the first `rotated` results are turned. offset: added to all inputs. kind: how the
+    matrices are packed, by name; None: they are not."""
 
     tokens: int = 1
     width: int = 256
@@ -41,8 +42,8 @@ def packed_case(kind: str, tokens: int = 3, width: int = 384, features: tuple[in
 
 
 def arguments(case: Case, name: str, matrix: Callable[[np.random.Generator, int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(positional arguments, keywords) of the op. name: seeds the numbers. matrix: makes one of so many features. Tokens differ in size, so
-    that a wrong row shows."""
+    """(positional arguments, keywords) of the op. name: seeds the numbers. matrix: makes one of so many features.
+    Tokens differ in size, so that a wrong row shows."""
     rng = np.random.default_rng(sum(map(ord, name)))
 
     def numbers(*shape: int) -> jax.Array:

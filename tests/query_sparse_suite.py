@@ -1,5 +1,5 @@
-"""What every implementation of query_sparse_attention is tested with: the checker, and wrong versions, which it must reject: they are
-called with the op that they are made from, then its arguments."""
+"""What every implementation of query_sparse_attention is tested with: the checker, and wrong versions, which it must
+reject: they are called with the op that they are made from, then its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SELECTION = {"gamma": 3, "block_size": 4, "k_blocks": 5, "window": None, "tourna
 
 
 def arguments_of(tools, cases: dict[str, dict]) -> Callable:
-    """case -> (positional arguments, keywords) of the op. cases: inputs of `make_paged`, `starts` and sizes of a selection."""
+    """case -> (positional arguments, keywords) of the op. cases: inputs of `make_paged`, `starts` and sizes of a
+    selection."""
 
     @functools.cache
     def build(case: str):
@@ -39,7 +40,8 @@ def arguments_of(tools, cases: dict[str, dict]) -> Callable:
 
 
 def checker(tools, arguments: Callable, slack: float = 1) -> Callable:
-    """(op, case) -> asserts the reference's results; lists have to be the same slot by slot. slack: times the rounding of out."""
+    """(op, case) -> asserts the reference's results; lists have to be the same slot by slot. slack: times the rounding
+    of out."""
 
     @functools.cache
     def expected(case: str):

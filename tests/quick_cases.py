@@ -1,4 +1,5 @@
-"""Cases of a test that `make test` runs, and those that only `make long` runs too: cases beside them show most of what they show."""
+"""Cases of a test that `make test` runs, and those that only `make long` runs too: cases beside them show most of what
+they show."""
 
 from collections.abc import Iterable
 
@@ -25,8 +26,8 @@ def one_in(number: int, cases: Iterable) -> list:
 
 
 def in_turn(first: Iterable, second: Iterable) -> list:
-    """Pairs of the two as parameters, those of `first` in the outer loop. Each of the longer one meets one of the shorter, in turn; the
-    other pairs are marked `long`."""
+    """Pairs of the two as parameters, those of `first` in the outer loop. Each of the longer one meets one of the
+    shorter, in turn; the other pairs are marked `long`."""
     first, second = list(first), list(second)
     short = min(len(first), len(second))
 

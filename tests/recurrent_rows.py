@@ -105,7 +105,8 @@ def _whole(x, g, beta):
 
 
 def expected(tokens, which, count):
-    """The recurrence in one call, without a cache, up to this token: always of all tokens, so that it is compiled once."""
+    """The recurrence in one call, without a cache, up to this token: always of all tokens, so that it is compiled
+    once."""
     return np.asarray(_whole(*(array[which : which + 1] for array in tokens)))[0, :count]
 
 

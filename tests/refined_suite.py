@@ -1,4 +1,5 @@
-"""What selected_attention is tested with where it chooses from a shortlist: inputs, and the checker of implementations and mutants."""
+"""What selected_attention is tested with where it chooses from a shortlist: inputs, and the checker of implementations
+and mutants."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ SMALL = {"kv_heads": 1, "group": 4, "head_dim": 64, "page_size": 64, "width": 6,
 
 
 def arguments_of(tools, cases: dict[str, dict]) -> Callable:
-    """case -> (q, pages, index, table, lengths), keywords of the op, and the same pages whose numbers are not rounded when they are read.
-    cases: inputs of `make_paged`, and `SIZES`, without codes where their kind is None; framed: pages lie in frames that are not their ids;
-    format: of packed pages, with their own pages open (`packed_suite`)."""
+    """case -> (q, pages, index, table, lengths), keywords of the op, and the same pages whose numbers are not rounded
+    when they are read. cases: inputs of `make_paged`, and `SIZES`, without codes where their kind is None; framed:
+    pages lie in frames that are not their ids; format: of packed pages, with their own pages open (`packed_suite`)."""
 
     @functools.cache
     def build(case: str):
@@ -56,8 +57,8 @@ def _moved(pages: Pages, order: np.ndarray) -> Pages:
 
 
 def checker(tools, arguments: Callable) -> Callable:
-    """(op, case) -> asserts the very lists of the reference, then its attention over them. rounds: whether the op rounds unpacked numbers,
-    as plain XLA does; kernels need not."""
+    """(op, case) -> asserts the very lists of the reference, then its attention over them. rounds: whether the op
+    rounds unpacked numbers, as plain XLA does; kernels need not."""
 
     @functools.cache
     def expected(case: str, rounds: bool):

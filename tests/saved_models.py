@@ -1,4 +1,5 @@
-"""Random legal checkpoints of every family: the fields of a config.json, and models with random weights, some of them packed."""
+"""Random legal checkpoints of every family: the fields of a config.json, and models with random weights, some of them
+packed."""
 
 import hashlib
 import subprocess
@@ -48,7 +49,8 @@ CASES += [(family, format) for family in DENSE for format in ("float32", "int8",
 
 
 def random_fields(family, rng, width=None):
-    """config.json's fields of a legal tiny model. width: of which sizes are multiples, as packed matrices need; None: any."""
+    """config.json's fields of a legal tiny model. width: of which sizes are multiples, as packed matrices need; None:
+    any."""
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     unit = width or pick(4, 8, 12)
     kv, group = pick(1, 2), pick(1, 2, 3) if width is None else pick(1, 2)
@@ -184,7 +186,8 @@ def random_saved(family, format, number=0):
 
 
 def packed_params(params, scheme, rng):
-    """Parameters with random matrices in the formats of a scheme. NumPy draws the codes and scales, so their bits are always the same."""
+    """Parameters with random matrices in the formats of a scheme. NumPy draws the codes and scales, so their bits are
+    always the same."""
     named, structure = jax.tree_util.tree_flatten_with_path(params)
 
     def one(path, leaf):
@@ -212,7 +215,8 @@ def save_case(model, ids, folder):
 
 
 def run_open(python, folders):
-    """Open saved models with transformers in another Python. Returns for each the logits `[T, V]`, or the text of the error."""
+    """Open saved models with transformers in another Python. Returns for each the logits `[T, V]`, or the text of the
+    error."""
     folders = list(folders)
     done = subprocess.run([python, SCRIPT, "--open", *map(str, folders)], capture_output=True, text=True)
     if done.returncode:

@@ -105,7 +105,8 @@ def _later_drafts_visible(op):
 
 
 def _sealed_too_early(op):
-    """As if a page were sealed for the query that fills it, too: its own page is listed only where it scores among the best."""
+    """As if a page were sealed for the query that fills it, too: its own page is listed only where it scores among the
+    best."""
 
     def run(q, k, v, index, table, lengths, *, local, sm_scale, block_size, **keywords):
         *_, ids = op(q, k, v, index, table, lengths + 1, local=local + 1, sm_scale=sm_scale, block_size=block_size, **keywords)

@@ -1,5 +1,5 @@
-"""What becomes of sequences in an engine, whatever its layers keep: cut, forked, truncated, saved, suspended, in any company. A module with
-the fixtures `engine` and `tokens` runs these tests by a subclass of `SequenceSuite`."""
+"""What becomes of sequences in an engine, whatever its layers keep: cut, forked, truncated, saved, suspended, in any
+company. A module with the fixtures `engine` and `tokens` runs these tests by a subclass of `SequenceSuite`."""
 
 import numpy as np
 import pytest

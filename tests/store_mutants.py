@@ -1,4 +1,5 @@
-"""Stores with one ordering barrier taken out, which random histories must reject. Each is applied with pytest's `monkeypatch`."""
+"""Stores with one ordering barrier taken out, which random histories must reject. Each is applied with pytest's
+`monkeypatch`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def copied_before_written(patch):
 
 
 def refilled_while_copied(patch):
-    """The copy of a page is still being made when the page is filled again: nothing orders the refill after the copy."""
+    """The copy of a page is still being made when the page is filled again: nothing orders the refill after the
+    copy."""
     copy, waiting = Prefixes._copy, []
 
     def later(kept, group, pages):
@@ -70,7 +72,8 @@ def place_for_a_page(patch):
 
 
 def page_for_a_slot(patch):
-    """A block on disk is read one slot beside its own, and its digest is not looked at: a number of one kind where another is meant."""
+    """A block on disk is read one slot beside its own, and its digest is not looked at: a number of one kind where
+    another is meant."""
     read = disk._read_at
     patch.setattr(disk, "_digest", lambda key, data: b"")
     patch.setattr(disk, "_read_at", lambda file, data, offset: read(file, data, max(0, offset - len(data))))
@@ -94,7 +97,8 @@ def host_block_refilled(patch):
 
 
 def slot_still_named(patch):
-    """The disk gives the slot of a block to another, and goes on naming it. Digests find that: see `digests_not_looked_at`."""
+    """The disk gives the slot of a block to another, and goes on naming it. Digests find that: see
+    `digests_not_looked_at`."""
 
     def write(store, key, group, data):
         given_up = None if store._free[group] else next(iter(store._order[group]))
@@ -115,7 +119,8 @@ def digests_not_looked_at(patch):
 
 
 def owned_after_taken(patch):
-    """Pages that a prompt finds get their owner only after others were taken for the rest, which may be the same pages."""
+    """Pages that a prompt finds get their owner only after others were taken for the rest, which may be the same
+    pages."""
     own, take, waiting = PageAllocator.own, PageAllocator.take_from, {}
 
     def take_first(allocator, parts):

@@ -100,7 +100,8 @@ def test_what_the_guide_says_of_prefill_was_measured():
 
 
 def test_what_is_said_of_lists_and_oracle_was_measured():
-    """Lists in buckets lie within 1.5% of the oracle in every layer; those of the published quantile do not, in layer 1."""
+    """Lists in buckets lie within 1.5% of the oracle in every layer; those of the published quantile do not, in layer
+    1."""
     tiles = {}
     for row in measured("prefill-measures", "cpu"):
         tiles.setdefault((row["policy"], row["tokens"] // 1024), []).append(1 - row["of_oracle"])

@@ -1,4 +1,5 @@
-"""The tables of docs/cache-formats.md, computed again, and what it and docs/formats.md say of the model beside the runs."""
+"""The tables of docs/cache-formats.md, computed again, and what it and docs/formats.md say of the model beside the
+runs."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def said(document):
 
 @functools.cache
 def measured(document="cache-formats"):
-    """(needles in codes, forced text) on GPUs, by policy and length. Runs over one length agree about the policies that they share."""
+    """(needles in codes, forced text) on GPUs, by policy and length. Runs over one length agree about the policies that
+    they share."""
     found = {}
     for run in load([file for file in RUNS[document] if file.parent.name == "h200"]):
         forced = {(row["policy"], row["length"]): row for row in run["forced"]}

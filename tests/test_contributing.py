@@ -10,7 +10,8 @@ MADE_BY_COMMANDS = (".venv", ".jax_cache", "out")
 
 
 def named_paths(text: str) -> list[str]:
-    """Every word with a folder or an ending, in backticks, in commands and in the table of folders, without what commands make."""
+    """Every word with a folder or an ending, in backticks, in commands and in the table of folders, without what
+    commands make."""
     spans = [word for span in re.findall(r"`([^`\n]+)`", text) for word in span.split()]
     indented = [word for line in text.splitlines() if line.startswith("    ") for word in line.split()]
     words = [word.strip("'\"()").rstrip(".,;:") for word in spans + indented]

@@ -1,4 +1,5 @@
-"""Every table of evidence has a row that must fail, and it does, or the page says what the table cannot show (docs/measured/index.md)."""
+"""Every table of evidence has a row that must fail, and it does, or the page says what the table cannot show
+(docs/measured/index.md)."""
 
 import dataclasses
 import json

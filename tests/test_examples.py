@@ -43,7 +43,8 @@ def test_every_public_name_has_an_example():
 
 
 DEAREST = ("Engine", "CachedSequence", "OutOfPages", "replicas", "Cascade", "Window", "HeavyPages", "dispatch")
-"""Sections of engines of other sizes, whose programs take most of the time. None of the others needs what they define."""
+"""Sections of engines of other sizes, whose programs take most of the time. None of the others needs what they
+define."""
 
 
 @pytest.mark.quick("all but the dearest")

@@ -1,4 +1,5 @@
-"""Packed weights: the errors of products that docs/formats.md names, and the times and targets of docs/measured/formats.md."""
+"""Packed weights: the errors of products that docs/formats.md names, and the times and targets of
+docs/measured/formats.md."""
 
 import json
 from pathlib import Path

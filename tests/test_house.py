@@ -1,4 +1,5 @@
-"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, the lock, Makefile and BUILD."""
+"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, the lock,
+Makefile and BUILD."""
 
 import ast
 import functools
@@ -37,7 +38,8 @@ MODULES = {module_of(path) for path in SOURCES + SCRIPTS}
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_that_stay():
-    """More than a million nodes are kept for all rules, none in a circle. The collector would look at them again and again."""
+    """More than a million nodes are kept for all rules, none in a circle. The collector would look at them again and
+    again."""
     gc.disable()
     yield
     parsed.cache_clear()
@@ -366,7 +368,8 @@ def core_packages() -> set[str]:
 
 
 def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
-    """Imports of packages that pyproject.toml does not declare, and of an extra's package where an import of the module runs them.
+    """Imports of packages that pyproject.toml does not declare, and of an extra's package where an import of the module
+    runs them.
 
     An extra's package is imported inside a function, or for type checkers.
     """
@@ -438,7 +441,8 @@ def test_lock_satisfies_pyproject():
 
 
 def test_every_name_is_defined_but_dimensions_in_annotations():
-    """Ruff takes the letters of jaxtyping's shapes for names, so its rule F821 is off; names longer than those are mistakes."""
+    """Ruff takes the letters of jaxtyping's shapes for names, so its rule F821 is off; names longer than those are
+    mistakes."""
     command = [sys.executable, "-m", "ruff", "check", "--select", "F821", "--output-format", "json", "--exit-zero", ROOT]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     names = {(item["filename"], item["message"].split("`")[1]) for item in found}

@@ -84,7 +84,8 @@ print(*{module.__file__ for name, module in sys.modules.items() if name.split(".
 
 @pytest.fixture(scope="module")
 def editable(tmp_path_factory) -> tuple[Path, Path]:
-    """A clone in a folder `kvjax`, and the Python of an environment that it is installed in place in, as tools/make_venv.py does it."""
+    """A clone in a folder `kvjax`, and the Python of an environment that it is installed in place in, as
+    tools/make_venv.py does it."""
     clone, environment = tmp_path_factory.mktemp("parent") / "kvjax", tmp_path_factory.mktemp("environment")
     copy_project(clone)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
@@ -106,7 +107,8 @@ def import_in(folder: Path, python: Path, code: str) -> subprocess.CompletedProc
 @pytest.mark.quick_but("elsewhere", "a folder with a link to it", "the folder that holds the clone")
 @pytest.mark.parametrize("place", ["the folder that holds the clone", "a folder with a link to it", "the clone", "elsewhere"])
 def test_an_editable_install_is_what_python_imports(editable, tmp_path, place):
-    """Python looks in the folder it is started in first, and takes a folder `kvjax` without an `__init__.py` for a package if it must."""
+    """Python looks in the folder it is started in first, and takes a folder `kvjax` without an `__init__.py` for a
+    package if it must."""
     clone, python = editable
     folder = {"the folder that holds the clone": clone.parent, "the clone": clone}.get(place, tmp_path)
     if place == "a folder with a link to it":

@@ -1,4 +1,5 @@
-"""What is data never becomes code: names in files, records, templates and checkpoints. docs/security.md lists every way."""
+"""What is data never becomes code: names in files, records, templates and checkpoints. docs/security.md lists every
+way."""
 
 import collections
 import dataclasses
@@ -208,7 +209,8 @@ def test_a_checkpoint_names_no_file_outside_its_folder(tmp_path, shard):
 
 
 def flipped_store(folder, bits):
-    """Flip bits of the files of a page store, one at a time, and read all its pages. Returns what happened, and how often.
+    """Flip bits of the files of a page store, one at a time, and read all its pages. Returns what happened, and how
+    often.
 
     bits: gives those of all files together, from how many there are.
     """

@@ -102,7 +102,8 @@ def test_without_rotation_within_a_block_bounds_before_rope_are_the_same(designs
 
 
 def test_bounds_before_rope_do_not_depend_on_rotation(designs, layer):
-    """Blocks of one key that is rotated by its place: the bound of the unrotated keys is the logit at the middle of the block."""
+    """Blocks of one key that is rotated by its place: the bound of the unrotated keys is the logit at the middle of the
+    block."""
     kinds = designs["score_kinds"]
     key = jnp.broadcast_to(layer.k[0], layer.k.shape)
     x = layer.replace(k=turned(key[None], layer.rope, jnp.arange(512)[None])[0])

@@ -45,7 +45,8 @@ def unknown(stops: list[Stop]) -> list[Stop]:
 
 
 def faults(stops: list[Stop], calls: list[Stop]) -> list[str]:
-    """What is wrong with the order of some stops. calls: the functions that were called, each once, in the order of their first calls."""
+    """What is wrong with the order of some stops. calls: the functions that were called, each once, in the order of
+    their first calls."""
     places = {call: place for place, call in enumerate(calls)}
     found = [f"{name} is not called" for path, name in stops if (path, name) not in places]
     pairs = itertools.pairwise(stop for stop in stops if stop in places)
@@ -67,7 +68,8 @@ def listen(calls: dict[Stop, None]):
 
 @pytest.fixture(scope="module")
 def calls() -> list[Stop]:
-    """The functions that a call of `generate` calls. What is jitted is called while it is traced, so nothing may be compiled already."""
+    """The functions that a call of `generate` calls. What is jitted is called while it is traced, so nothing may be
+    compiled already."""
     model, pieces, found = make_model(vocab_size=99), [], {}
     model.tokenizer = make_tokenizer()
     options = {"policy": "top:1", "max_new_tokens": 3, "stream": lambda number, piece: pieces.append(piece), "ignore_eos": True}
@@ -137,7 +139,8 @@ def test_a_page_that_is_not_read_whole_is_refused(before, after):
 
 
 def test_what_the_text_mentions_exists():
-    """Names are words of the source files; fields and arguments count, too. Files are there, or in the folders of ops."""
+    """Names are words of the source files; fields and arguments count, too. Files are there, or in the folders of
+    ops."""
     sources = [path for folder in ("kvjax", "models", "pallas_kernels") for path in (ROOT / folder).rglob("*.py")]
     words = set(re.findall(r"\w+", "\n".join(path.read_text(encoding="utf-8") for path in sources)))
     named = re.findall(r"`([A-Za-z_][\w./]*)`", WALK)

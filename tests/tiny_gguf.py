@@ -1,5 +1,5 @@
-"""Writes tiny random models as GGUF files, as llama.cpp's converter lays them out. Needs numpy and the gguf package alone, so that the
-scripts that make golden files with PyTorch write the same files as the tests."""
+"""Writes tiny random models as GGUF files, as llama.cpp's converter lays them out. Needs numpy and the gguf package
+alone, so that the scripts that make golden files with PyTorch write the same files as the tests."""
 
 import dataclasses
 import functools
@@ -18,7 +18,8 @@ SCALES |= {Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)}
 """Where the float16 scales of a block are, of types that the gguf package cannot quantize."""
 
 MIDDLE = {Type.Q2_K: 1.5, Type.Q4_K: 7.5, Type.Q5_K: 15.5}
-"""The mean code: what the second scale, of what is taken off, must be of the first, so that numbers have a mean of 0."""
+"""The mean code: what the second scale, of what is taken off, must be of the first, so that numbers have a mean of
+0."""
 
 PACKED = (
     *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
@@ -29,9 +30,10 @@ ALL = (Type.F32, Type.F16, Type.BF16, *PACKED)
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tiny model. types: of its matrices, in turn. norms: of a layer, by their places in it: "attn_norm", "ffn_norm", and those after.
-    qk_norm: "each" head, or "joint" over all, or "own" weights for each head. fused: "qkv" and "up" (gate and up) are one matrix.
-    more: metadata under the architecture's keys. long_factors: of longrope, with the short ones. pre: of the tokenizer."""
+    """A tiny model. types: of its matrices, in turn. norms: of a layer, by their places in it: "attn_norm", "ffn_norm",
+    and those after. qk_norm: "each" head, or "joint" over all, or "own" weights for each head. fused: "qkv" and "up"
+    (gate and up) are one matrix. more: metadata under the architecture's keys. long_factors: of longrope, with the
+    short ones. pre: of the tokenizer."""
 
     arch: str = "llama"
     types: tuple[Type, ...] = (Type.F32,)
@@ -271,8 +273,8 @@ def add_tokenizer(writer, spec):
 
 
 def write(spec, path, seed=0, *, tensors=None, metadata=None, arch=None, kind="model"):
-    """Write a model's file. tensors: instead of random ones. metadata: values that replace others; None takes one out. arch, kind: what it
-    says that it is."""
+    """Write a model's file. tensors: instead of random ones. metadata: values that replace others; None takes one out.
+    arch, kind: what it says that it is."""
     path = Path(path)
     writer = gguf.GGUFWriter(path, arch or spec.arch)
     writer.add_type(kind)

@@ -91,7 +91,8 @@ def _drawn(config):
 
 
 def random_weights(config):
-    """Weights of a `TinyModel`. They are drawn once: the draws compile a program for each shape, and each module would do so again."""
+    """Weights of a `TinyModel`. They are drawn once: the draws compile a program for each shape, and each module would
+    do so again."""
     return dict(_drawn(config))
 
 
@@ -143,7 +144,8 @@ LATENT = dataclasses.replace(
     )
     * 2,
 )
-"""Two layers of latent attention, as in DeepSeek-V3.2. With few heads of the indexer many tokens would score 0, and be tied."""
+"""Two layers of latent attention, as in DeepSeek-V3.2. With few heads of the indexer many tokens would score 0, and be
+tied."""
 
 
 def make_latent_model(dtype="float32"):
@@ -153,8 +155,8 @@ def make_latent_model(dtype="float32"):
 
 
 def sharing(config, share_with):
-    """The model with layers that read the keys and values of others: `share_with` of each layer. They rotate their queries by another base
-    than those rotate their keys."""
+    """The model with layers that read the keys and values of others: `share_with` of each layer. They rotate their
+    queries by another base than those rotate their keys."""
 
     def layer(each, owner):
         rope = each.mixer.rope if owner is None else Rope(3e4, each.mixer.head_dim)
@@ -164,8 +166,9 @@ def sharing(config, share_with):
 
 
 def make_family(name, *, head_dim=16, window=24, dtype="float32"):
-    """A tiny model of two layers, built as those of a family are: llama, qwen3, gemma3_text (a layer with a window), qwen3_5_text or
-    deepseek_v32 (whose sizes are its own). shared: four, of which two read the pages of the others, one of them with a window."""
+    """A tiny model of two layers, built as those of a family are: llama, qwen3, gemma3_text (a layer with a window),
+    qwen3_5_text or deepseek_v32 (whose sizes are its own). shared: four, of which two read the pages of the others, one
+    of them with a window."""
     if name == "deepseek_v32":
         return make_latent_model(dtype)
     if name == "qwen3_5_text":
@@ -187,7 +190,8 @@ def make_family(name, *, head_dim=16, window=24, dtype="float32"):
 
 
 def shallow(model):
-    """The first layer of a model alone, for tests of what does not differ from layer to layer: its programs compile in less time."""
+    """The first layer of a model alone, for tests of what does not differ from layer to layer: its programs compile in
+    less time."""
     config = dataclasses.replace(model.config, layers=model.config.layers[:1])
     return TinyModel(TransformerDecoder(config), model.params | {"layers": model.params["layers"][:1]}, model.tokenizer)
 

@@ -13,7 +13,8 @@ def byte_level():
 
 
 def marks_of_spaces():
-    """As Llama 2 has it: a mark for spaces, byte tokens, a space before the text, and a decoder that strips the first space."""
+    """As Llama 2 has it: a mark for spaces, byte tokens, a space before the text, and a decoder that strips the first
+    space."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {"▁": 257, "a": 258, "▁a": 259}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

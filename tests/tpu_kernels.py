@@ -1,4 +1,5 @@
-"""Pallas TPU kernels without a TPU: interpreted on the CPU with race detection, their copies counted, and compiled ahead of time."""
+"""Pallas TPU kernels without a TPU: interpreted on the CPU with race detection, their copies counted, and compiled
+ahead of time."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ NO_COPIES = ("ENTRY", "parameter(", "custom-call(", "get-tuple-element(", "tuple
 
 @contextlib.contextmanager
 def counted_copies() -> Iterator[collections.Counter]:
-    """Bytes that the copies of interpreted kernels read from HBM ("in") and write to it ("out") inside the block, and how many copies there
-    are. Copies that a kernel makes itself, not those of its grid's blocks. It patches JAX's private interpreter."""
+    """Bytes that the copies of interpreted kernels read from HBM ("in") and write to it ("out") inside the block, and
+    how many copies there are. Copies that a kernel makes itself, not those of its grid's blocks. It patches JAX's
+    private interpreter."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
     if jax.__version_info__ < (0, 11, 2) or jax.__version_info__ >= (0, 13):
@@ -55,7 +57,8 @@ def counted_copies() -> Iterator[collections.Counter]:
 
 
 def compile_ahead(function: Callable, arrays, chip: str, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-    """Compile a call for one TPU of a kind, without one. arrays: positional arguments, as shapes. Skips without libtpu."""
+    """Compile a call for one TPU of a kind, without one. arrays: positional arguments, as shapes. Skips without
+    libtpu."""
     pytest.importorskip("libtpu")
     told = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # there is no TPU to ask, nor one to keep from other workers
     with mock.patch.dict(os.environ, told):
@@ -68,7 +71,8 @@ def compile_ahead(function: Callable, arrays, chip: str, donate: tuple[int, ...]
 
 
 def assert_not_copied(compiled: jax.stages.Compiled, *arrays: jax.ShapeDtypeStruct) -> None:
-    """XLA makes no array of one of these shapes, neither for the layout that a kernel wants nor for an update that could be in place."""
+    """XLA makes no array of one of these shapes, neither for the layout that a kernel wants nor for an update that
+    could be in place."""
     for array in arrays:
         shape = f"[{','.join(map(str, array.shape))}]"
         made = [line for line in compiled.as_text().splitlines() if shape in line.partition(" = ")[2].partition("(%")[0]]

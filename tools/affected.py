@@ -1,8 +1,8 @@
 """Print the test files that a change can affect: `.venv/bin/pytest $(.venv/bin/python tools/affected.py)`.
 
-A test file is affected if it changed, or imports, over any number of other modules, one that did. For a changed file that is no Python,
-the tests count that name it. Names of the front door (`from kvjax import Engine`) lead to the module that has them. The rules of the house
-(`tests/test_house.py`) are always among them.
+A test file is affected if it changed, or imports, over any number of other modules, one that did. For a changed file
+that is no Python, the tests count that name it. Names of the front door (`from kvjax import Engine`) lead to the module
+that has them. The rules of the house (`tests/test_house.py`) are always among them.
 """
 
 from __future__ import annotations

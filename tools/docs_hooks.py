@@ -66,7 +66,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links between files of the repository, as links between pages of the site. A link to a file that is no page becomes plain text."""
+    """Links between files of the repository, as links between pages of the site. A link to a file that is no page
+    becomes plain text."""
     return link_pages(markdown, page.file.src_uri)
 
 

@@ -1,9 +1,11 @@
-"""Print how large the house is, and how far a reader has to go: the figures that its rules and its redesign are held to.
+"""Print how large the house is, and how far a reader has to go: the figures that its rules and its redesign are held
+to.
 
     .venv/bin/python tools/house_figures.py
 
-Lines and statements of the package (kvjax, models, pallas_kernels, serving), of what lies beside it and of the tests; circles of imports,
-those for type checkers counted; what `kvjax.generate` loads; and the files that the first decode step of a shape runs, tracing included.
+Lines and statements of the package (kvjax, models, pallas_kernels, serving), of what lies beside it and of the tests;
+circles of imports, those for type checkers counted; what `kvjax.generate` loads; and the files that the first decode
+step of a shape runs, tracing included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Writes requirements.lock: exact versions of what kvjax and its tests need, resolved from pyproject.toml for each Python given.
+"""Writes requirements.lock: exact versions of what kvjax and its tests need, resolved from pyproject.toml for each
+Python given.
 
-`make lock` runs this. It installs nothing: pip only resolves the versions. All become the newest that are allowed, except those in HELD.
+`make lock` runs this. It installs nothing: pip only resolves the versions. All become the newest that are allowed,
+except those in HELD.
 """
 
 import json

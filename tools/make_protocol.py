@@ -1,4 +1,5 @@
-"""Writes kvjax/client/runtime.binpb, the compiled form of runtime.proto, from which servers and clients make their message types.
+"""Writes kvjax/client/runtime.binpb, the compiled form of runtime.proto, from which servers and clients make their
+message types.
 
     python tools/make_protocol.py [FILE]
 

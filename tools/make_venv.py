@@ -1,8 +1,9 @@
-"""Makes `.venv` with exactly the packages of requirements.lock, and kvjax installed in place. Does nothing if `.venv` is up to date.
+"""Makes `.venv` with exactly the packages of requirements.lock, and kvjax installed in place. Does nothing if `.venv`
+is up to date.
 
-The Makefile runs this with the Python that find_python.sh found. It uses only the standard library. What was installed is written to
-`.venv/installed.json` at the end. An environment without this file was interrupted, and is made anew. So is one of another lock or folder.
-If only pyproject.toml has changed, kvjax is installed again.
+The Makefile runs this with the Python that find_python.sh found. It uses only the standard library. What was installed
+is written to `.venv/installed.json` at the end. An environment without this file was interrupted, and is made anew. So
+is one of another lock or folder. If only pyproject.toml has changed, kvjax is installed again.
 """
 
 import fcntl
@@ -63,8 +64,9 @@ def install_locked() -> None:
     say(f"Python {sys.version.split()[0]} ({sys.executable})")
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     count = sum("==" in line for line in LOCK.read_text().splitlines() if not line.startswith("#"))
-    # Nothing but the lock's packages is installed, and nothing is built: on a platform without wheels, pip fails at once. Python compiles
-    # modules when they are first imported. If pip compiled all of them, it would take half a minute longer.
+    # Nothing but the lock's packages is installed, and nothing is built: on a platform without wheels, pip fails at
+    # once. Python compiles modules when they are first imported. If pip compiled all of them, it would take half a
+    # minute longer.
     arguments = ("--no-deps", "--no-compile", "--only-binary=:all:", "--requirement", str(LOCK))
     run_pip(f"installing {count} locked packages", "install", *arguments, count=count)
 

@@ -1,6 +1,7 @@
 """Times `kvjax.model.identity.fingerprint`: `python tools/time_fingerprint.py --gigabytes 15`.
 
-Makes bfloat16 matrices of a size found in 7B models on the default device, as many as the given number of gigabytes holds.
+Makes bfloat16 matrices of a size found in 7B models on the default device, as many as the given number of gigabytes
+holds.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Scores of blocks, replayed on queries and keys that checkpoints make: which of them find the block that a query needs.
+"""Scores of blocks, replayed on queries and keys that checkpoints make: which of them find the block that a query
+needs.
 
     python -m benchmarks.designs.block_scores --model SmolLM2-135M-Instruct.Q4_1.gguf --model gemma-3-270m-q4_k_m.gguf \
         --length 4096 --length 8192 --contexts 12 --together 4 --json designs-block-scores.json
 
 A context is a needle task's text with its question and answer, of which the model's dense prediction is right. Of every
-full-attention layer the last 64 queries and all keys are recorded. Then every score of `score_kinds.py` chooses 8 of the distant
-blocks of 128 tokens, and figures say what it loses:
+full-attention layer the last 64 queries and all keys are recorded. Then every score of `score_kinds.py` chooses 8 of
+the distant blocks of 128 tokens, and figures say what it loses:
 
-* missed: the share of attention mass outside the list, the first block and the last four. Regret: more than the exact choice
-  misses, which adds up the shares of a group's heads.
-* recall: where a KV head gives the needle's block at least 0.2 of its queries' mass, summed over the group, while the answer is
-  written: how often, by mass, the block is among the best 8 and the best 32.
+* missed: the share of attention mass outside the list, the first block and the last four. Regret: more than the exact
+  choice misses, which adds up the shares of a group's heads.
+* recall: where a KV head gives the needle's block at least 0.2 of its queries' mass, summed over the group, while the
+  answer is written: how often, by mass, the block is among the best 8 and the best 32.
 
-With `--into docs/measured/selectors.md` the table of that page is made again from the JSON file, and nothing is measured.
+With `--into docs/measured/selectors.md` the table of that page is made again from the JSON file, and nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from kvjax.model.protocols import Heads
 from pallas_kernels.core.results import write_result
 
 SINK, LOCAL, KEPT, WIDER = 1, 4, 8, 32
-"""Blocks that are always read, first and last; distant blocks of a list; of the longer list that recall is also counted for."""
+"""Blocks that are always read, first and last; distant blocks of a list; of the longer list that recall is also counted
+for."""
 LATEST = 64
 """Queries that are recorded of a context."""
 RETRIEVES = 0.2
@@ -57,9 +60,11 @@ MARK = re.compile(r"(<!-- block-scores -->\n).*?(<!-- /block-scores -->)", re.DO
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """One context. layers: numbers of the full-attention layers. queries: [L, T, K, G, D], keys: [L, S, K, D]. positions: of the queries.
+    """One context. layers: numbers of the full-attention layers. queries: [L, T, K, G, D], keys: [L, S, K, D].
+    positions: of the queries.
 
-    answering: bool[T], which queries predict the answer's tokens. blocks: of the needle's value, of those that a list may name.
+    answering: bool[T], which queries predict the answer's tokens. blocks: of the needle's value, of those that a list
+    may name.
     """
 
     layers: tuple[int, ...]
@@ -71,7 +76,8 @@ class Context:
 
 
 def record(first, layer: int, heads: Heads, state):
-    """`mix`: dense attention, a chunk of queries at a time. Of full attention the queries from `first` on and the keys join the state."""
+    """`mix`: dense attention, a chunk of queries at a time. Of full attention the queries from `first` on and the keys
+    join the state."""
     _, length, num_heads, dim = heads.q.shape
     place = jnp.arange(length)
 
@@ -93,7 +99,8 @@ def record(first, layer: int, heads: Heads, state):
 
 @partial(jax.jit, static_argnums=0)
 def prefill(decoder, params, tokens, first):
-    """Greedy next tokens after the latest positions, int32[T], and what `record` kept: queries [L, T, K, G, D] and keys [L, S, K, D].
+    """Greedy next tokens after the latest positions, int32[T], and what `record` kept: queries [L, T, K, G, D] and keys
+    [L, S, K, D].
 
     tokens: int32[S], S a multiple of 256. first: the first of the latest positions.
     """
@@ -110,8 +117,8 @@ def full_layers(model) -> tuple[int, ...]:
 
 
 def capture(model, trial: Trial, length: int) -> Context | None:
-    """The context of a trial, whose own length is `length` - SPARE. None where the dense model's answer is wrong, or where the tokens of
-    the answer do not stand in a block that a list may name."""
+    """The context of a trial, whose own length is `length` - SPARE. None where the dense model's answer is wrong, or
+    where the tokens of the answer do not stand in a block that a list may name."""
     ids = [*trial.haystack_ids, *trial.question_ids, *trial.answer_ids]
     count, size = len(ids), len(trial.answer_ids)
     blocks = needle_blocks(trial, length)
@@ -166,8 +173,8 @@ def distant(count: int) -> jax.Array:
 def judged(x: Layer, answering, needed, scores: tuple[Score, ...] = SCORES) -> dict[str, jax.Array]:
     """What every score loses in one layer. answering: bool[T]. needed: int32[2], blocks of the needle, -1 for none.
 
-    missed: [scores, K, G, T]. recalled: mass of the needle's blocks in the best 8 and the best 32, [scores, 2]. mass: all of it.
-    needle: its mean over the answering queries, [K], a group's heads together.
+    missed: [scores, K, G, T]. recalled: mass of the needle's blocks in the best 8 and the best 32, [scores, 2]. mass:
+    all of it. needle: its mean over the answering queries, [K], a group's heads together.
     rank: of the block with most mass of the group by each score, 0 the best, [scores, K].
     """
     lse = true_lse(x)
@@ -189,7 +196,8 @@ def judged(x: Layer, answering, needed, scores: tuple[Score, ...] = SCORES) -> d
 
 
 def replay(model, found: Sequence[Context], scores: tuple[Score, ...] = SCORES) -> tuple[list[dict], list[dict]]:
-    """Rows of scores and rows of KV heads, of at least two contexts. The context before is the one that rotations are calibrated on.
+    """Rows of scores and rows of KV heads, of at least two contexts. The context before is the one that rotations are
+    calibrated on.
 
     scores: with bounds of 128 by the maximum, and with exact ones by shares, which regret is counted from.
     """
@@ -225,7 +233,8 @@ def score_rows(losses: list[list[dict]], dim: int, scores: tuple[Score, ...]) ->
 
 
 def head_rows(losses: list[list[dict]], reasons: list[list[dict]], layers: Sequence[int], scores: tuple[Score, ...]) -> list[dict]:
-    """A row for each layer and KV head, means over contexts: what the exact choice and bounds keep, and why (`loose_bounds.looseness`)."""
+    """A row for each layer and KV head, means over contexts: what the exact choice and bounds keep, and why
+    (`loose_bounds.looseness`)."""
     named = {(score.name, score.heads): i for i, score in enumerate(scores)}
     exact, bound = named["exact", "shares"], named["bounds of 128", "maximum"]
     rows = []
@@ -248,7 +257,8 @@ def head_rows(losses: list[list[dict]], reasons: list[list[dict]], layers: Seque
 
 
 def summary(heads: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Means of the rows of heads: of all, and of those that give the needle's block 0.2 of attention or more, summed over the group."""
+    """Means of the rows of heads: of all, and of those that give the needle's block 0.2 of attention or more, summed
+    over the group."""
     groups = {"all": heads, "retrieval": [row for row in heads if row["needle"] >= RETRIEVES]}
     names = [name for name in heads[0] if name not in ("layer", "kv_head")]
     return {
@@ -307,14 +317,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def rendered(text: str, figures: dict[str, Any]) -> str:
-    """A page with its part between `<!-- block-scores -->` and `<!-- /block-scores -->` made again. ValueError if it has no such part."""
+    """A page with its part between `<!-- block-scores -->` and `<!-- /block-scores -->` made again. ValueError if it
+    has no such part."""
     if not MARK.search(text):
         raise ValueError("there is no part between <!-- block-scores --> and <!-- /block-scores -->: write these two lines into the page")
     return MARK.sub(lambda found: f"{found[1]}\n{table(figures)}\n\n{found[2]}", text)
 
 
 def source_of(name: str, model) -> dict[str, str]:
-    """What names a checkpoint: its file, the file's SHA-256 where it is one file, and the fingerprint of its weights."""
+    """What names a checkpoint: its file, the file's SHA-256 where it is one file, and the fingerprint of its
+    weights."""
     path, found = Path(name), {"file": Path(name).name, "fingerprint": fingerprint(model)}
     if path.is_file():
         with path.open("rb") as file:
@@ -323,7 +335,8 @@ def source_of(name: str, model) -> dict[str, str]:
 
 
 def measure(cell: tuple[str, Any, int], haystack: str, count: int, draws: int) -> dict[str, Any] | None:
-    """The figures of one checkpoint (its name, the model) and length. None, and a line that says so, where too few trials can be used."""
+    """The figures of one checkpoint (its name, the model) and length. None, and a line that says so, where too few
+    trials can be used."""
     name, model, length = cell
     found = list(contexts(model, haystack, length, count, draws))
     if len(found) < 2:

@@ -1,11 +1,13 @@
-"""A design that was measured for `select_tiles`: a coarse pass before the two walks, bounds of 16 queries against bounds of 8 pages.
+"""A design that was measured for `select_tiles`: a coarse pass before the two walks, bounds of 16 queries against
+bounds of 8 pages.
 
     python -m benchmarks.designs.coarse_pass --length 16384 --text BOOK.txt --json designs-coarse-pass.json
 
-Queries and keys are the embedded model's own, float32, of a dense prefill. A pair of (16 queries, 8 pages) has a bound of all its logits:
-over dimensions the largest product of an end of the queries' range with an end of the keys'. Per layer, over tiles of 128 queries:
-how many groups of 8 pages could be left out with the same lists for certain (what a tile's queries could pay them at most is less than what
-its k-th best block gets), and how much of the lists is left if only so many groups are looked into, the best by their bounds.
+Queries and keys are the embedded model's own, float32, of a dense prefill. A pair of (16 queries, 8 pages) has a bound
+of all its logits: over dimensions the largest product of an end of the queries' range with an end of the keys'. Per
+layer, over tiles of 128 queries: how many groups of 8 pages could be left out with the same lists for certain (what a
+tile's queries could pay them at most is less than what its k-th best block gets), and how much of the lists is left if
+only so many groups are looked into, the best by their bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ KEPT = (2, 4, 8)
 
 
 def measure(q, keys, scale: float) -> list[dict]:
-    """Of one layer and its last chunk: q [T, H, D] at the end of keys [K, S, D]; per tile and head what a coarse pass could leave out."""
+    """Of one layer and its last chunk: q [T, H, D] at the end of keys [K, S, D]; per tile and head what a coarse pass
+    could leave out."""
     (num_queries, num_heads, dim), (num_kv_heads, length, _) = q.shape, keys.shape
     blocks = keys.reshape(num_kv_heads, -1, PAGE, dim)
     high, low = blocks.max(2), blocks.min(2)

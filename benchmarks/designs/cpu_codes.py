@@ -2,8 +2,8 @@
 
     python -m benchmarks.designs.cpu_codes --json designs-cpu-codes.json
 
-The matrices are those of SmolLM2-135M: of its MLP, and its head. A real step reads others in between, so small ones are slower there:
-here they stay in the caches.
+The matrices are those of SmolLM2-135M: of its MLP, and its head. A real step reads others in between, so small ones are
+slower there: here they stay in the caches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CALLS = 200
 
 
 def three_digits(x, w: PackedMatrix):
-    """What `project_tokens` does: the token becomes three digits of 8 bits and one of zeros, and XLA multiplies int8 by int8."""
+    """What `project_tokens` does: the token becomes three digits of 8 bits and one of zeros, and XLA multiplies int8 by
+    int8."""
     return codes_product(x, w)
 
 
@@ -37,7 +38,8 @@ def fused_sum(x, w: PackedMatrix):
 
 
 def integer_sum(x, w: PackedMatrix):
-    """The token becomes one integer of 16 bits; codes times integers are summed in int32, in one fused loop. Less exact than digits."""
+    """The token becomes one integer of 16 bits; codes times integers are summed in int32, in one fused loop. Less exact
+    than digits."""
     one = jnp.max(jnp.abs(x)) / 2**14
     return (w.codes.astype(jnp.int32) * jnp.round(x / one).astype(jnp.int32)).sum(1)[None] * (w.scales[:, 0] * one)
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.designs.few_rows --json designs-few-rows.json
 
-One row times the output matrix of Qwen2.5-0.5B: each design reads the whole matrix, which is larger than the caches. Then 2,048 rows, a
-prompt's, times a matrix of its MLP.
+One row times the output matrix of Qwen2.5-0.5B: each design reads the whole matrix, which is larger than the caches.
+Then 2,048 rows, a prompt's, times a matrix of its MLP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TILE = 32
 
 
 def two_rows(x, w):
-    """What `project_tokens` does: XLA's own product of two rows, one of zeros, which reads bfloat16 weights as they are."""
+    """What `project_tokens` does: XLA's own product of two rows, one of zeros, which reads bfloat16 weights as they
+    are."""
     return jnp.einsum("re,fe->rf", jnp.concatenate([x, jnp.zeros_like(x)]), w, preferred_element_type=jnp.float32)[0]
 
 

@@ -1,9 +1,10 @@
-"""A design that was measured against `bounds:K`: one list for all query heads of a KV head, so that keys could be loaded once for all.
+"""A design that was measured against `bounds:K`: one list for all query heads of a KV head, so that keys could be
+loaded once for all.
 
     kvjax recall --prefill bounds:32+sparse --prefill benchmarks/designs/group_lists.py:GroupLists:32
 
-It takes the scores of each head's own walk, adds them up over the heads of a group, and lists the best for all. Only what it recalls is
-measured with it: it attends through the same kernel, head by head.
+It takes the scores of each head's own walk, adds them up over the heads of a group, and lists the best for all. Only
+what it recalls is measured with it: it attends through the same kernel, head by head.
 """
 
 from __future__ import annotations

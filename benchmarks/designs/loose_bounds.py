@@ -1,8 +1,8 @@
 """Why bounds rank blocks wrongly, for `block_scores.py`: how far a block's bound lies above its largest logit, and why.
 
-The largest logit belongs to one key. The bound minus it is a sum over channels: what the box allows in a channel, minus what that
-key gives. No part is below 0, so parts are shares: of the channels with the widest boxes, of RoPE's fast pairs, of channels with a
-constant part.
+The largest logit belongs to one key. The bound minus it is a sum over channels: what the box allows in a channel, minus
+what that key gives. No part is below 0, so parts are shares: of the channels with the widest boxes, of RoPE's fast
+pairs, of channels with a constant part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ WIDEST = 4
 def looseness(x: Layer, candidates) -> dict[str, jax.Array]:
     """Means over queries, a group's heads and candidate blocks, `[K]` each.
 
-    candidates: bool[N]. Logits: `loose` (bound minus largest logit), `loose_sd` and `largest_sd` (over the blocks of a query). Shares of
-    looseness: `widest`, `fast`, `constant`. Of channels: `fast_channels`, `constant_channels` (|mean| above the standard deviation).
-    `mean_norm`: the mean key's squared norm as a share of the mean squared norm. `sink`: attention mass of the first block.
+    candidates: bool[N]. Logits: `loose` (bound minus largest logit), `loose_sd` and `largest_sd` (over the blocks of a
+    query). Shares of looseness: `widest`, `fast`, `constant`. Of channels: `fast_channels`, `constant_channels` (|mean|
+    above the standard deviation). `mean_norm`: the mean key's squared norm as a share of the mean squared norm. `sink`:
+    attention mass of the first block.
     """
     logits = true_logits(x)
     largest, bound = logits.max(-1), bounds(x)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.designs.plain_attention --json designs-plain-attention.json
 
-One layer's causal attention of a prompt with the heads of Qwen2.5-7B to itself, keys and values as arrays without pages. TFLOP/s count the
-products that the mask leaves.
+One layer's causal attention of a prompt with the heads of Qwen2.5-7B to itself, keys and values as arrays without
+pages. TFLOP/s count the products that the mask leaves.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SCALE = HEAD_DIM**-0.5
 
 
 def over_tiles(attend: Callable, q, k, v, *, query_tile: int = 1024, key_tile: int = 2048) -> jax.Array:
-    """`attend(rows, walk)` for each tile of queries `[K, R, D]`. `walk(step, state)` folds `step(state, k, v, seen)` over the tiles of keys
-    that they may see."""
+    """`attend(rows, walk)` for each tile of queries `[K, R, D]`. `walk(step, state)` folds `step(state, k, v, seen)`
+    over the tiles of keys that they may see."""
 
     def queries(first):
         rows = lax.dynamic_slice_in_dim(q, first, query_tile).reshape(query_tile, KV_HEADS, -1, HEAD_DIM)

@@ -1,6 +1,8 @@
-"""Scores of blocks that `block_scores.py` compares: each estimates, from fewer bytes than the keys, what a block's keys give a query.
+"""Scores of blocks that `block_scores.py` compares: each estimates, from fewer bytes than the keys, what a block's keys
+give a query.
 
-Every score is a function of one layer's recording that returns an estimate in logits, `[K, G, T, N]`, for N blocks of 128 tokens.
+Every score is a function of one layer's recording that returns an estimate in logits, `[K, G, T, N]`, for N blocks of
+128 tokens.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ Keys = Float32[Array, "N S K D"]
 
 @flax.struct.dataclass
 class Layer:
-    """One layer of one context. q: the last queries. k: all keys, as a cache of 16 bits holds them. positions: of the queries.
+    """One layer of one context. q: the last queries. k: all keys, as a cache of 16 bits holds them. positions: of the
+    queries.
 
-    other_q, other_k: of another context, by which rotations are calibrated. sm_scale: factor of logits. rope: how q and k were rotated.
+    other_q, other_k: of another context, by which rotations are calibrated. sm_scale: factor of logits. rope: how q and
+    k were rotated.
     """
 
     q: Float32[Array, "T K G D"]
@@ -65,7 +69,8 @@ def true_lse(x: Layer) -> Estimate:
 def boxes(blocks: Keys, part: int, bits: int = 16):
     """Centre and radius, [N, P, K, D] each, of the bounds of `part` tokens; codes of fewer bits are rounded outwards.
 
-    A row of codes has one scale. What the centre's rounding moves is added to the radius, so that the bounds still hold.
+    A row of codes has one scale. What the centre's rounding moves is added to the radius, so that the bounds still
+    hold.
     """
     parts = blocks.reshape(blocks.shape[0], -1, part, *blocks.shape[2:])
     high, low = parts.max(2), parts.min(2)
@@ -84,7 +89,8 @@ def _nonzero(step):
 
 
 def bounds(x: Layer, part: int = BLOCK, bits: int = 16, radius: float = 1.0) -> Estimate:
-    """The largest logit that a box of keys allows: of the best part of a block. radius: factor of it; below 1 it is no bound."""
+    """The largest logit that a box of keys allows: of the best part of a block. radius: factor of it; below 1 it is no
+    bound."""
     return _boxed(x.q, x.blocks, part, bits, radius) * x.sm_scale
 
 
@@ -94,14 +100,16 @@ def _boxed(q, blocks, part, bits=16, radius=1.0):
 
 
 def less_a_mean(x: Layer) -> Estimate:
-    """Bounds of keys less the other context's mean. What the query gives the mean is left out: the order within a head is as before."""
+    """Bounds of keys less the other context's mean. What the query gives the mean is left out: the order within a head
+    is as before."""
     return _boxed(x.q, x.blocks - x.other_k.mean(0), BLOCK) * x.sm_scale
 
 
 def principal(x: Layer, weighted: bool):
     """Mean and rotations of keys and queries, [K, D, D] each, strongest first, calibrated on the other context.
 
-    weighted: by how much queries use a direction. Then the rotations are no rotations, but each other's inverse transposed.
+    weighted: by how much queries use a direction. Then the rotations are no rotations, but each other's inverse
+    transposed.
     """
     dim, mean = x.k.shape[-1], x.other_k.mean(0)
     to_keys = to_queries = jnp.broadcast_to(jnp.eye(dim), (x.k.shape[1], dim, dim))
@@ -151,8 +159,8 @@ def fast_channels(rope: Rope | None, dim: int) -> Bool[Array, " D"]:
 def bounds_before_rope(x: Layer, fast: str = "before") -> Estimate:
     """Bounds of keys that were not rotated; the query is turned to its distance from the middle of each block.
 
-    fast: what becomes of channels that turn by a whole turn or more within a block: "before" as others, "after" bounds of rotated keys,
-    "mean" the mean of rotated keys.
+    fast: what becomes of channels that turn by a whole turn or more within a block: "before" as others, "after" bounds
+    of rotated keys, "mean" the mean of rotated keys.
     """
     if x.rope is None or not x.rope.dim:
         return bounds(x)
@@ -174,7 +182,8 @@ def bounds_before_rope(x: Layer, fast: str = "before") -> Estimate:
 
 
 def k_means(x: Layer, count: int, bits: int = 16, rounds: int = 3) -> Estimate:
-    """Log-sum-exp over centroids of a block's keys, each counted by its keys. The first centroids are keys far from each other."""
+    """Log-sum-exp over centroids of a block's keys, each counted by its keys. The first centroids are keys far from
+    each other."""
     keys = x.blocks.swapaxes(1, 2)
 
     def choose(number, state):
@@ -229,7 +238,8 @@ def low_rank(x: Layer, rank: int, bits: int) -> Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """name: as in tables. estimate: of a layer. numbers: how many numbers of 16 bits an index holds for a block, by head dim."""
+    """name: as in tables. estimate: of a layer. numbers: how many numbers of 16 bits an index holds for a block, by
+    head dim."""
 
     name: str
     estimate: Callable[[Layer], Estimate]
@@ -293,8 +303,8 @@ SCORES = SINGLE + tuple(
 
 
 def combined(estimate: Estimate, heads: str, lse: Estimate, candidates: Bool[Array, " N"]) -> Float32[Array, "K T N"]:
-    """One score for each KV head. "shares": the sum of the shares of attention that heads would give a block; what blocks that are read
-    anyway get is known exactly, as a step's first launch knows it."""
+    """One score for each KV head. "shares": the sum of the shares of attention that heads would give a block; what
+    blocks that are read anyway get is known exactly, as a step's first launch knows it."""
     if heads == "maximum":
         return estimate.max(1)
     if heads == "log-sum-exp":

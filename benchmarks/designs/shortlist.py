@@ -3,10 +3,10 @@
     kvjax needle -m SmolLM2-135M-Instruct.Q4_1.gguf --length 8192 --trials 200 --distractors 1 \
         -p dense -p benchmarks/designs/shortlist.py:Shortlist:8/part=32/bits=4/short=16
 
-The results `designs-block-scores-needles*.json` come from a longer form of it, whose kinds are `pPARTbBITS` (bounds of PART tokens in
-codes of BITS bits) and `km8` (eight centroids in 4 bits). `box64`, `x128`, `w32` and `wtok` in them are scores without a shortlist:
-the centre plus a part of the radius, and bounds and token codes after a rotation that was weighted by queries. It builds every index
-anew from the pages in each step, so only what it finds is measured with it.
+The results `designs-block-scores-needles*.json` come from a longer form of it, whose kinds are `pPARTbBITS` (bounds of
+PART tokens in codes of BITS bits) and `km8` (eight centroids in 4 bits). `box64`, `x128`, `w32` and `wtok` in them are
+scores without a shortlist: the centre plus a part of the radius, and bounds and token codes after a rotation that was
+weighted by queries. It builds every index anew from the pages in each step, so only what it finds is measured with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ BLOCK = 128
 
 
 def outward_boxes(keys, part: int, bits: int):
-    """Centre and radius of the bounds of `part` tokens of keys [N, K, P, D], in codes that are rounded outwards; 16 bits: not rounded."""
+    """Centre and radius of the bounds of `part` tokens of keys [N, K, P, D], in codes that are rounded outwards; 16
+    bits: not rounded."""
     parts = keys.reshape(*keys.shape[:2], -1, part, keys.shape[3])
     high, low = parts.max(3), parts.min(3)
     center, radius = (high + low) / 2, (high - low) / 2
@@ -40,7 +41,8 @@ def outward_boxes(keys, part: int, bits: int):
 
 
 def centroids(keys, count: int):
-    """Centroids [N, K, C, D] and their numbers of keys, of keys [N, K, P, D], in codes of 4 bits: three rounds of k-means."""
+    """Centroids [N, K, C, D] and their numbers of keys, of keys [N, K, P, D], in codes of 4 bits: three rounds of
+    k-means."""
     distance, chosen = ((keys - keys.mean(2, keepdims=True)) ** 2).sum(-1), []
     for _ in range(count):
         chosen.append(jnp.take_along_axis(keys, jnp.argmax(distance, -1)[..., None, None], 2))
@@ -59,7 +61,8 @@ def centroids(keys, count: int):
 
 @dataclasses.dataclass(frozen=True)
 class Shortlist(Stateless):
-    """part, bits: of the bounds; part=0: centroids. short: blocks of the shortlist, of which exact keys choose k; 0: the score chooses."""
+    """part, bits: of the bounds; part=0: centroids. short: blocks of the shortlist, of which exact keys choose k; 0:
+    the score chooses."""
 
     k: int = 8
     part: int = 32

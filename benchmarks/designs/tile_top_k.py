@@ -1,8 +1,10 @@
-"""A design that was measured for the last step of `select_tiles` at 1M tokens: fewer candidates in `top_k`, so that more CTAs run at once.
+"""A design that was measured for the last step of `select_tiles` at 1M tokens: fewer candidates in `top_k`, so that
+more CTAs run at once.
 
     python -m benchmarks.designs.tile_top_k --json designs-tile-top-k.json
 
-229,376 rows (8,192 tiles of 28 heads) of up to 8,192 scores each, as long as a causal mask makes them; the 32 best of each.
+229,376 rows (8,192 tiles of 28 heads) of up to 8,192 scores each, as long as a causal mask makes them; the 32 best of
+each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What it costs to watch a decode policy: steps of a job that measures, of one that may alarm, and of one whose heads all read every key.
+"""What it costs to watch a decode policy: steps of a job that measures, of one that may alarm, and of one whose heads
+all read every key.
 
     python -m benchmarks.designs.watched_steps --json designs-watched-programs.json
 
-Random weights and pages, one sequence, each job by a `kvjax.Scheduler` from its first token on. Steps between two that are measured run
-the program of the unwatched policy, unless a head has an alarm (`kvjax.engine.watching`). `of_plain`: the time of a step, divided by that
-of the unwatched job with as many steps per launch. `same_bits`: whether tokens and log-probabilities are those of the unwatched policy, in
-steps of both programs. Before, one program tested a flag in each layer of each step (`designs-watched-steps.json`).
+Random weights and pages, one sequence, each job by a `kvjax.Scheduler` from its first token on. Steps between two that
+are measured run the program of the unwatched policy, unless a head has an alarm (`kvjax.engine.watching`). `of_plain`:
+the time of a step, divided by that of the unwatched job with as many steps per launch. `same_bits`: whether tokens and
+log-probabilities are those of the unwatched policy, in steps of both programs. Before, one program tested a flag in
+each layer of each step (`designs-watched-steps.json`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from pallas_kernels.core.results import write_result
 
 WATCHED = ("", "+missed1", "+missed0.9999", "+missed0.02")
-"""What is added to the policy's name. A list of random keys misses more than 2% and less than 99.99%, so the third may alarm and never
-does, and the last alarms in the first step."""
+"""What is added to the policy's name. A list of random keys misses more than 2% and less than 99.99%, so the third may
+alarm and never does, and the last alarms in the first step."""
 
 
 def main(
@@ -71,7 +73,8 @@ def main(
 
 
 def same_bits(engine: FakeEngine, policies: list[str], tokens: int) -> dict[str, bool]:
-    """Whether each policy samples with the log-probabilities of the first, over two periods of given tokens after the same prompt."""
+    """Whether each policy samples with the log-probabilities of the first, over two periods of given tokens after the
+    same prompt."""
     parent, rows, found = engine.hollow_sequence(tokens), SamplingRows.of([None]), {}
     for policy in dict.fromkeys(policies):
         child = engine.fork(parent)

@@ -15,14 +15,16 @@ from pallas_kernels.xla import online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class BlockFilter(TileLists):
-    """Per `coarse` queries and KV head, sinks, window and the blocks of `coarse` keys that pooled logits say hold `mass` of attention.
+    """Per `coarse` queries and KV head, sinks, window and the blocks of `coarse` keys that pooled logits say hold
+    `mass` of attention.
 
-    `group` consecutive tokens, side by side, are one vector: the dot product of a group of queries with one of keys adds up the logits of
-    the first query with the first key, the second with the second, and so on. A block of queries scores a block of keys by the largest such
-    sum of their groups. Softmax over blocks; a query head keeps the fewest blocks that hold `mass`, and a KV head what any of its query
-    heads keeps. The chunk is cut from its first query on; groups without a token of the sequence do not count. Simplified: the first block
-    and the local ones are replaced by sinks and window, as in every policy here. The optional random rescue of blocks, off in the source's
-    own setting, is left out. Memory: float32 scores, H x T / coarse x groups of the table.
+    `group` consecutive tokens, side by side, are one vector: the dot product of a group of queries with one of keys
+    adds up the logits of the first query with the first key, the second with the second, and so on. A block of queries
+    scores a block of keys by the largest such sum of their groups. Softmax over blocks; a query head keeps the fewest
+    blocks that hold `mass`, and a KV head what any of its query heads keeps. The chunk is cut from its first query on;
+    groups without a token of the sequence do not count. Simplified: the first block and the local ones are replaced by
+    sinks and window, as in every policy here. The optional random rescue of blocks, off in the source's own setting, is
+    left out. Memory: float32 scores, H x T / coarse x groups of the table.
 
     Source: BFLA (arXiv 2605.12193), stage 1 with flattened groups, and the setting its authors publish.
     """

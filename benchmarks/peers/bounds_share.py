@@ -20,16 +20,17 @@ EVERY = (16, 64, 256, 1024, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class BoundsShare(ByBounds):
-    """`BoundsBlocks` whose lists widen, per layer, query head and chunk, until drawn queries miss less than `share` of their attention.
+    """`BoundsBlocks` whose lists widen, per layer, query head and chunk, until drawn queries miss less than `share` of
+    their attention.
 
-    The blocks of a tile are ranked once, by bounds. One random query of every 16 to 4,096 of the chunk attends exactly (see
-    `benchmarks.missed`), and the head takes the first entry of `ladder` with which these queries miss less than `share` on
-    average, or every block if there is none. Draws depend only on positions, and the choice only on the chunk, so another prefill_chunk
-    may change it. A chunk without a drawn query lists every block. Shorter sequences draw more queries: as many as cost 5% of attention
-    over lists of the ladder's middle entry.
+    The blocks of a tile are ranked once, by bounds. One random query of every 16 to 4,096 of the chunk attends exactly
+    (see `benchmarks.missed`), and the head takes the first entry of `ladder` with which these queries miss less than
+    `share` on average, or every block if there is none. Draws depend only on positions, and the choice only on the
+    chunk, so another prefill_chunk may change it. A chunk without a drawn query lists every block. Shorter sequences
+    draw more queries: as many as cost 5% of attention over lists of the ladder's middle entry.
 
-    It bounds an average, not what a single query misses: if only one query looks far back, it is seldom drawn. Memory: the drawn queries'
-    shares, R x H x blocks of the table, float32.
+    It bounds an average, not what a single query misses: if only one query looks far back, it is seldom drawn. Memory:
+    the drawn queries' shares, R x H x blocks of the table, float32.
     """
 
     share: float = 0.01
@@ -61,7 +62,8 @@ class BoundsShare(ByBounds):
         return self._read(self.k)
 
     def lists(self, query, layer, ctx):
-        """Blocks of every tile and query head, the best first, `[B, C, H, M * P / key_block]`; ascending for heads that read all."""
+        """Blocks of every tile and query head, the best first, `[B, C, H, M * P / key_block]`; ascending for heads that
+        read all."""
         ranked = self.best(query, layer, ctx, self.ladder[-1], ranked=True)
         there = self.distant(query, layer, ctx)
         number = jnp.arange(there.shape[2], dtype=jnp.int32)

@@ -11,9 +11,11 @@ from pallas_kernels.attention.query_sparse_attention import query_sparse_attenti
 
 @dataclasses.dataclass(frozen=True)
 class DeltaWindow(DenseWhereCovered):
-    """`SinkWindow`, whose output every `gamma`-th query corrects: it attends to everything, and those after it lack what it lacks.
+    """`SinkWindow`, whose output every `gamma`-th query corrects: it attends to everything, and those after it lack
+    what it lacks.
 
-    Source: equation 3 of "Measure Once, Mask Once". Delta Attention (arXiv 2505.11254) corrects another sparse attention in the same way.
+    Source: equation 3 of "Measure Once, Mask Once". Delta Attention (arXiv 2505.11254) corrects another sparse
+    attention in the same way.
     """
 
     reads_packed = True

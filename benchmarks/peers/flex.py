@@ -1,4 +1,5 @@
-"""Blocks chosen until they hold a share of attention. Of two estimates, each head uses the one that fits its last queries."""
+"""Blocks chosen until they hold a share of attention. Of two estimates, each head uses the one that fits its last
+queries."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from pallas_kernels.core.soft_cap import scaled
 
 @dataclasses.dataclass(frozen=True)
 class FlexPrefill(TileLists):
-    """Per tile of `chi` queries and query head, sinks, window and the blocks that an estimate says hold `gamma` of attention.
+    """Per tile of `chi` queries and query head, sinks, window and the blocks that an estimate says hold `gamma` of
+    attention.
 
-    A chunk's last `chi` queries test the estimate by means: their mean query against the mean key of every block, softmax over blocks. If
-    the square root of its Jensen-Shannon divergence (natural log) from these queries' true attention is below `tau`, the head lists for
-    every tile the fewest blocks that hold `gamma` by that estimate. Other heads list verticals and diagonal bands: the fewest of each that
-    hold `gamma` of the last queries' attention. Simplified: the share is reached tile by tile, not over the map of a whole prompt;
-    verticals and bands are as wide as blocks; and a chunk takes the place of a prompt, so another prefill_chunk may list other blocks.
+    A chunk's last `chi` queries test the estimate by means: their mean query against the mean key of every block,
+    softmax over blocks. If the square root of its Jensen-Shannon divergence (natural log) from these queries' true
+    attention is below `tau`, the head lists for every tile the fewest blocks that hold `gamma` by that estimate. Other
+    heads list verticals and diagonal bands: the fewest of each that hold `gamma` of the last queries' attention.
+    Simplified: the share is reached tile by tile, not over the map of a whole prompt; verticals and bands are as wide
+    as blocks; and a chunk takes the place of a prompt, so another prefill_chunk may list other blocks.
 
     Source: FlexPrefill (arXiv 2502.20766), algorithms 1 to 4.
     """

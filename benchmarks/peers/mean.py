@@ -13,8 +13,8 @@ from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 
 @dataclasses.dataclass(frozen=True)
 class MeanPooled(BestBlocks):
-    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks whose mean key has the largest dot product with
-    the tile's mean query.
+    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks whose mean key has the largest
+    dot product with the tile's mean query.
 
     Mean queries leave padding out, mean keys what is not written. The keys are read once per chunk to average them.
 

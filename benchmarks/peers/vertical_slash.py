@@ -12,13 +12,14 @@ from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, co
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlash(TileLists):
-    """MInference's pattern (arXiv 2407.02490, section 3), by whole blocks: every tile of `chi` queries reads sinks, window, the same
-    `vertical` blocks of keys, and the blocks that `slash` diagonal bands cross.
+    """MInference's pattern (arXiv 2407.02490, section 3), by whole blocks: every tile of `chi` queries reads sinks,
+    window, the same `vertical` blocks of keys, and the blocks that `slash` diagonal bands cross.
 
-    Band o holds the pairs whose distance, query position - key position, is in [o * key_block, (o + 1) * key_block). Verticals and bands
-    are those that the last `last_queries` queries of the chunk pay most attention to, per query head, among blocks and bands outside sinks
-    and window; of equal ones the lower. A tile lists at most `vertical + slash * (blocks a band crosses)` blocks: with `chi` 128 and blocks
-    of 64, three per band. (The published form picks single columns and diagonals, for the whole prompt at once.)
+    Band o holds the pairs whose distance, query position - key position, is in [o * key_block, (o + 1) * key_block).
+    Verticals and bands are those that the last `last_queries` queries of the chunk pay most attention to, per query
+    head, among blocks and bands outside sinks and window; of equal ones the lower. A tile lists at most `vertical +
+    slash * (blocks a band crosses)` blocks: with `chi` 128 and blocks of 64, three per band. (The published form picks
+    single columns and diagonals, for the whole prompt at once.)
     """
 
     vertical: int = 64
@@ -38,7 +39,8 @@ class VerticalSlash(TileLists):
         return covered_tokens(self.vertical, self.key_block, self.sink_tokens, self.window_tokens)
 
     def lists(self, query, layer, ctx):
-        """The blocks of the best verticals and bands for every tile and query head, `[B, C, H, W]`, those that the tile has to read."""
+        """The blocks of the best verticals and bands for every tile and query head, `[B, C, H, W]`, those that the tile
+        has to read."""
         batch, num_queries, num_heads = query.shape[:3]
         sizes = {"key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
         distant = distant_blocks(ctx, layer.pages.page_size, num_queries, chi=self.chi, **sizes)

@@ -16,14 +16,15 @@ from pallas_kernels.xla import online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class XAttention(TileLists):
-    """Per tile of `chi` queries and query head, sinks, window and the blocks that reach `threshold` of what antidiagonals estimate.
+    """Per tile of `chi` queries and query head, sinks, window and the blocks that reach `threshold` of what
+    antidiagonals estimate.
 
-    Every block of logits is cut into squares of `stride` x `stride`; the sum along a square's antidiagonal estimates the square. It is one
-    dot product: `stride` queries in order, concatenated, with `stride` keys in reverse order. Each row of squares takes the softmax of the
-    sums / stride over all earlier squares; a block's worth is the sum of its squares. The largest blocks are listed until they, sinks and
-    window hold `threshold` of the whole. Simplified: one threshold for all heads (the source finds one per head), sinks and window are
-    always read, as in every policy here, and the window takes the place of the diagonal. Memory: float32 sums, H x T / stride x blocks of
-    the table.
+    Every block of logits is cut into squares of `stride` x `stride`; the sum along a square's antidiagonal estimates
+    the square. It is one dot product: `stride` queries in order, concatenated, with `stride` keys in reverse order.
+    Each row of squares takes the softmax of the sums / stride over all earlier squares; a block's worth is the sum of
+    its squares. The largest blocks are listed until they, sinks and window hold `threshold` of the whole. Simplified:
+    one threshold for all heads (the source finds one per head), sinks and window are always read, as in every policy
+    here, and the window takes the place of the diagonal. Memory: float32 sums, H x T / stride x blocks of the table.
 
     Source: XAttention (arXiv 2503.16428), sections 2.1 and 2.2.
     """

@@ -3,10 +3,11 @@
 A name is `rows/scores/batch/k/hint/implementation`, as in `normal/128k/b1/k2048/stale-40/top_k`:
 
 rows            a distribution of `score_rows`, yarn, or FILE.LAYER of captured rows (`--rows`)
-hint            none, random, stale-20, -40, -80 (a step old, with that share of the answer), step (a step old, whatever it shares), static
-implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix (`radix_select`, a row over as many CTAs as let all
-                rows run at once), radix-one-cta (the same, one CTA a row), lax.top_k, approx_max_k, torch (torch.topk, sorted=False),
-                torch-sorted
+hint            none, random, stale-20, -40, -80 (a step old, with that share of the answer), step (a step old, whatever
+it shares), static implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix
+(`radix_select`, a row over as many CTAs as let all
+                rows run at once), radix-one-cta (the same, one CTA a row), lax.top_k, approx_max_k, torch
+                (torch.topk, sorted=False), torch-sorted
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ COUNTED_LENGTHS = (131072, 1048576)
 """Lengths at which the op's passes are counted, with the largest k. Captured rows are always counted."""
 
 FROM_HINT = "top_k:start=hint"
-"""The op, started from the mean of the hinted scores. Its default reads no hint, so only this form distinguishes hints."""
+"""The op, started from the mean of the hinted scores. Its default reads no hint, so only this form distinguishes
+hints."""
 
 FEWER_SCORES, MIN_SCORES = 2**22, 2**24
 """Above these numbers of scores per input, a place has two inputs, and one."""
@@ -129,8 +131,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _of_kind(place: Place, hints: Sequence[str]) -> Iterator[Case]:
-    """The cases of rows that are not normal: the op without a hint and with the last of `hints`; the op started from each hint, if it has
-    to search for a threshold; the radix selections."""
+    """The cases of rows that are not normal: the op without a hint and with the last of `hints`; the op started from
+    each hint, if it has to search for a threshold; the radix selections."""
     yield from (Case(place, hint, "top_k") for hint in ("none", hints[-1]))
     if place.n > 8192:
         yield from (Case(place, hint, FROM_HINT) for hint in hints)
@@ -138,8 +140,8 @@ def _of_kind(place: Place, hints: Sequence[str]) -> Iterator[Case]:
 
 
 def in_order(cases: Sequence[Case]) -> list[Case]:
-    """The cases in the order in which they are measured, the most important first, because a run may be cut: normal rows with the largest
-    k, captured ones, YaRN, other distributions, other k. Cases of one place stay together."""
+    """The cases in the order in which they are measured, the most important first, because a run may be cut: normal
+    rows with the largest k, captured ones, YaRN, other distributions, other k. Cases of one place stay together."""
 
     def rank(case: Case) -> int:
         place = case.place
@@ -156,7 +158,8 @@ def share_of(hint: str) -> float:
 
 
 def captured_cases(files: dict[str, Captured]) -> list[Case]:
-    """The cases of captured rows, by the names of their files: without a hint, with that of the step before, started from it, and radix."""
+    """The cases of captured rows, by the names of their files: without a hint, with that of the step before, started
+    from it, and radix."""
     places = [
         Place(f"{name}.{i}", rows.scores.shape[1], 1, k) for name, rows in files.items() for i in range(len(rows.scores)) for k in KS[1:]
     ]
@@ -164,7 +167,8 @@ def captured_cases(files: dict[str, Captured]) -> list[Case]:
 
 
 def matching(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern
+    without a case."""
     if not patterns:
         return [case for case in cases if case.place.n > 2048]
     for pattern in patterns:

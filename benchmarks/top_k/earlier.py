@@ -1,4 +1,5 @@
-"""Continuing a run of the benchmark of `top_k` that was cut: which cases are missing, and which runs the rows of one file come from."""
+"""Continuing a run of the benchmark of `top_k` that was cut: which cases are missing, and which runs the rows of one
+file come from."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def continued(earlier: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def missing(cases: Sequence[Case], earlier: dict[str, Any], device: str, implementation: str | None) -> list[Case]:
-    """The cases that a run lacks, or that failed in it; failed ones are removed from the run. ValueError for a run of another bench,
-    another device, or another implementation of the op."""
+    """The cases that a run lacks, or that failed in it; failed ones are removed from the run. ValueError for a run of
+    another bench, another device, or another implementation of the op."""
     if earlier.get("bench") != "top-k":
         raise ValueError(f"--only-missing takes a JSON of this benchmark, got one of {earlier.get('bench')!r}")
     if (earlier["provenance"]["device"], earlier["implementation"]) != (device, implementation):

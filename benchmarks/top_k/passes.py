@@ -1,7 +1,7 @@
 """`python -m benchmarks.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
 
-The kernel's decisions are replayed (`benchmarks.top_k.replay`). They depend only on scores, hint and sizes, so the counts are
-the kernel's, on any machine. Rows are those of `benchmarks.top_k`, but more of them, one row at a time.
+The kernel's decisions are replayed (`benchmarks.top_k.replay`). They depend only on scores, hint and sizes, so the
+counts are the kernel's, on any machine. Rows are those of `benchmarks.top_k`, but more of them, one row at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def captured(name: str, rows: Captured, k: int) -> Rows:
 
 
 def counted(rows: Rows, start: str) -> dict[str, Any]:
-    """The replay's figures for each row, with the op started from `start` (of `plan.STARTS`): passes, candidates, and the hint's share."""
+    """The replay's figures for each row, with the op started from `start` (of `plan.STARTS`): passes, candidates, and
+    the hint's share."""
     count, n = rows.scores.shape
     shape = plan.shape_of(1, n, rows.k, plan.Config(start=start), has_lengths=False, counted=True)
 

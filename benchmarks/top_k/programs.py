@@ -50,7 +50,8 @@ def _config(case: Case) -> Any:
 
 
 def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
-    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and for implementations without counts."""
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and for implementations
+    without counts."""
     if not case.counted or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
         return None
     options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
@@ -58,8 +59,8 @@ def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
 
 
 def program_of(op: Callable, *, flushed: bool) -> Callable:
-    """(words, inputs) -> per input (values, indices), one op after the other, and the sums that reads of `words` return, one read before
-    each op if flushed."""
+    """(words, inputs) -> per input (values, indices), one op after the other, and the sums that reads of `words`
+    return, one read before each op if flushed."""
     inner, read = jax.jit(op), jax.jit(flush)
 
     @jax.jit
@@ -116,7 +117,8 @@ def flush_words() -> jax.Array:
 
 
 def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None, jobs: int) -> dict[tuple, Any]:
-    """By `key_of`: the program to time and the program that counts, None where nothing counts; or the exception that compiling raised."""
+    """By `key_of`: the program to time and the program that counts, None where nothing counts; or the exception that
+    compiling raised."""
     by_key = {key_of(case, implementation): case for case in cases}
 
     def compile_one(key: tuple) -> Any:
@@ -141,7 +143,8 @@ def _shapes(place: Place) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
 
 
 def key_of(case: Case, implementation: str | None) -> tuple:
-    """Everything that a program depends on: sizes, the op, and whether it reads a hint, but not the values of rows and hints."""
+    """Everything that a program depends on: sizes, the op, and whether it reads a hint, but not the values of rows and
+    hints."""
     place = case.place
     return place.n, place.batch, place.k, ops_of(place), case.implementation, hinted(case, implementation), case.counted
 

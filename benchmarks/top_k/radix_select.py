@@ -1,21 +1,22 @@
-"""The k largest of each row by radix selection, in Pallas Mosaic GPU (Hopper): a baseline for `top_k`, used only by benchmarks.
+"""The k largest of each row by radix selection, in Pallas Mosaic GPU (Hopper): a baseline for `top_k`, used only by
+benchmarks.
 
-This is how exact selections work that know nothing about their input ("Guess-Verify-Refine", section 2.2). For each digit of the scores'
-bits (11, 11 and 10 bits), one pass over the row counts the scores that agree in all digits before (a histogram in shared memory) and finds
-the digit in which the k-th largest lies. One more pass collects. Every pass reads the row from global memory (from the L2 after the first
-pass).
+This is how exact selections work that know nothing about their input ("Guess-Verify-Refine", section 2.2). For each
+digit of the scores' bits (11, 11 and 10 bits), one pass over the row counts the scores that agree in all digits before
+(a histogram in shared memory) and finds the digit in which the k-th largest lies. One more pass collects. Every pass
+reads the row from global memory (from the L2 after the first pass).
 
-There are two forms. By default a cluster of CTAs shares a row, as many as let all rows run at once, and histograms are summed through
-distributed shared memory: the best that this chip can do with the algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, like
-the production kernel that the paper compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel also has
-one CTA a row, section 5.1).
+There are two forms. By default a cluster of CTAs shares a row, as many as let all rows run at once, and histograms are
+summed through distributed shared memory: the best that this chip can do with the algorithm. With `ctas=1` one CTA of
+512 threads has a row to itself, like the production kernel that the paper compares with (section 6.1: "single-row (one
+CTA), with 512 threads per block"; its own kernel also has one CTA a row, section 5.1).
 
-The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, and each pass scans the row twice
-(count, then filter). It stops early and sorts once fewer than 2,048 scores are left (section 2). Very long rows are divided among 10 CTAs.
-The kernel here scans every row four times, whatever its content and length.
+The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, and each pass
+scans the row twice (count, then filter). It stops early and sorts once fewer than 2,048 scores are left (section 2).
+Very long rows are divided among 10 CTAs. The kernel here scans every row four times, whatever its content and length.
 
-The set is exact. Of scores equal to the k-th, any are taken, but the same ones each time. Scores: no NaN; -inf counts as the lowest finite
-number. Memory traffic: 4 times the row, 8 k bytes of result.
+The set is exact. Of scores equal to the k-th, any are taken, but the same ones each time. Scores: no NaN; -inf counts
+as the lowest finite number. Memory traffic: 4 times the row, 8 k bytes of result.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ LOADS, LONE_LOADS = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the code depends on. ctas: of the cluster that serves a row. loads: of 16 bytes that a thread has in flight."""
+    """Everything that the code depends on. ctas: of the cluster that serves a row. loads: of 16 bytes that a thread has
+    in flight."""
 
     batch: int
     length: int
@@ -75,15 +77,16 @@ class Shape:
         return -(-BINS // (4 * self.ctas)) * 4
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: own counters; those that other CTAs send; the cluster's; of warps; scores and places above the threshold,
-        and at it; how many of both each CTA has."""
+        """Words of shared memory: own counters; those that other CTAs send; the cluster's; of warps; scores and places
+        above the threshold, and at it; how many of both each CTA has."""
         bins, found = self.ctas * self.owned, 2 * self.k
         sizes = (bins, bins, bins, 2 * self.warps, found, found, 4 * self.ctas)
         return dict(zip(("counts_s", "sent_s", "totals_s", "warps_s", "above_s", "equal_s", "found_s"), sizes, strict=True))
 
 
 def radix_top_k(scores: Float[Array, "B N"], k: int, ctas: int | None = None) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
-    """The k largest of each row and their indices, in no particular order; see the top of this file for ties and what scores may be.
+    """The k largest of each row and their indices, in no particular order; see the top of this file for ties and what
+    scores may be.
 
     scores: float32, N a multiple of 4. ctas: that share a row, 1 to 16; None: as many as let all rows run at once.
     Raises ValueError for other arrays, for k outside 1 to N, for k above `MAX_K`, and for other ctas.
@@ -98,7 +101,8 @@ def radix_top_k(scores: Float[Array, "B N"], k: int, ctas: int | None = None) ->
 
 
 def shape_of(batch: int, length: int, k: int, ctas: int | None) -> Shape:
-    """The sizes of a call. A CTA that has a multiprocessor's bandwidth to itself has twice as many loads in flight: 64 KiB."""
+    """The sizes of a call. A CTA that has a multiprocessor's bandwidth to itself has twice as many loads in flight: 64
+    KiB."""
     ctas = ctas or clusters.ctas_per_unit(batch)
     return Shape(batch, length, k, ctas, loads=LONE_LOADS if ctas == 1 else LOADS)
 
@@ -147,7 +151,8 @@ def select(s: Shape, row, cta, scores_ref, values_ref, indices_ref, scratch) -> 
 
 
 def _read(s: Shape, scores_ref, row, stop, first):
-    """This thread's scores of a turn that starts at `first`: (place, whether it is below `stop`, bits, ordered integer) of each."""
+    """This thread's scores of a turn that starts at `first`: (place, whether it is below `stop`, bits, ordered integer)
+    of each."""
     found = []
     for load in range(s.loads):
         place = first + (lanes.thread() + load * s.threads) * 4
@@ -169,7 +174,8 @@ def _clear(s: Shape, counts_s) -> None:
 
 
 def _count(s: Shape, read, first, stop, counts_s, prefix, left: int, bits: int) -> None:
-    """Count this CTA's scores by their next digit. prefix: of the digits before; left: bits after the prefix, of which `bits` are next."""
+    """Count this CTA's scores by their next digit. prefix: of the digits before; left: bits after the prefix, of which
+    `bits` are next."""
 
     def turn(start):
         for _, there, _, key in read(start):
@@ -183,7 +189,8 @@ def _count(s: Shape, read, first, stop, counts_s, prefix, left: int, bits: int) 
 
 
 def _add_up(s: Shape, cta, scratch) -> None:
-    """Write the counters of all CTAs to `totals_s` of each. Each CTA adds up a part: all send it theirs, and it sends the sums to all."""
+    """Write the counters of all CTAs to `totals_s` of each. Each CTA adds up a part: all send it theirs, and it sends
+    the sums to all."""
     counts_s, sent_s, totals_s = scratch["counts_s"], scratch["sent_s"], scratch["totals_s"]
     words = s.ctas * s.owned
     for start in range(0, words, 4 * s.threads):
@@ -210,7 +217,8 @@ def _meet(s: Shape) -> None:
 
 
 def _find(s: Shape, totals_s, warps_s, need):
-    """The largest digit such that its count and those of larger ones add up to `need`, and the sum of the larger ones'."""
+    """The largest digit such that its count and those of larger ones add up to `need`, and the sum of the larger
+    ones'."""
     per_warp = BINS // s.warps
     per_lane = per_warp // 32
     counts = lanes.load_shared(totals_s, lanes.warp() * per_warp + lanes.lane() * per_lane, count=per_lane)
@@ -251,8 +259,8 @@ def _sum_of_lanes_below(x):
 
 
 def _collect(s: Shape, read, first, stop, threshold, scratch):
-    """Collect this CTA's scores above the threshold, and (k at most) those that equal it, as (bits, place); return how many there are of
-    both.
+    """Collect this CTA's scores above the threshold, and (k at most) those that equal it, as (bits, place); return how
+    many there are of both.
 
     One turn at a time: threads count, sums over lanes and warps give each score a place, threads write.
     """
@@ -287,7 +295,8 @@ def _collect(s: Shape, read, first, stop, threshold, scratch):
 
 
 def _store(s: Shape, row, cta, need, above, equal, values_ref, indices_ref, scratch) -> None:
-    """Write this CTA's scores after those of the CTAs before it: first all scores above the threshold, then `need` that equal it."""
+    """Write this CTA's scores after those of the CTAs before it: first all scores above the threshold, then `need` that
+    equal it."""
     with lanes.when(lanes.thread() < s.ctas):
         lanes.store_cluster(lanes.thread(), scratch["found_s"], cta * 2, above, equal)
     _meet(s)

@@ -1,7 +1,8 @@
-"""The decisions of the Mosaic GPU kernel of `top_k`, repeated in plain Python: which thresholds it tries, and what it counts.
+"""The decisions of the Mosaic GPU kernel of `top_k`, repeated in plain Python: which thresholds it tries, and what it
+counts.
 
-`replay_row` takes one row and returns the first three counts of `return_counts`, and the thresholds. It shares only the sizes (`plan`) with
-the kernel, so tests can compare the two. It also shows without a GPU how many passes a row takes.
+`replay_row` takes one row and returns the first three counts of `return_counts`, and the thresholds. It shares only the
+sizes (`plan`) with the kernel, so tests can compare the two. It also shows without a GPU how many passes a row takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ BINS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """passes: over the row. candidates: that were refined. rounds: of counting among them. thresholds: keys that were tried, in order."""
+    """passes: over the row. candidates: that were refined. rounds: of counting among them. thresholds: keys that were
+    tried, in order."""
 
     passes: int
     candidates: int
@@ -101,7 +103,8 @@ def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, in
 
 
 def sample_places(length: int, sample: int) -> list[int]:
-    """Places at which `TOGETHER` neighbours are sampled: a scattered place in each cell of a row. The first cells may be longer."""
+    """Places at which `TOGETHER` neighbours are sampled: a scattered place in each cell of a row. The first cells may
+    be longer."""
     units = length // TOGETHER
     size = min(units, sample // TOGETHER)
     width, rest = divmod(units, size) if size else (0, 0)
@@ -120,8 +123,8 @@ def _square_root(n: int) -> int:
 
 
 def _narrow(keys: np.ndarray, low: int, bits: int, need: int) -> tuple[int, int, int, int]:
-    """One round of counting the keys in [low, low + 2^bits) by 256 intervals. For the interval that holds the `need`-th key from above: its
-    start, its bits, how many keys lie in it, and how many above."""
+    """One round of counting the keys in [low, low + 2^bits) by 256 intervals. For the interval that holds the `need`-th
+    key from above: its start, its bits, how many keys lie in it, and how many above."""
     shift = max(bits - 8, 0)
     offset = keys[(keys >= low) & (keys - low < 1 << bits)] - low
     counts = np.bincount(offset >> shift, minlength=BINS)
@@ -135,7 +138,8 @@ def _bits(keys: np.ndarray) -> int:
 
 
 def _descend(keys: np.ndarray, low: int, bits: int, need: int, slack: int = 0) -> tuple[int, int, int, bool]:
-    """A key that `need` to `need + slack` keys reach, the rounds it took, how many lie above, and whether no more than that reach it."""
+    """A key that `need` to `need + slack` keys reach, the rounds it took, how many lie above, and whether no more than
+    that reach it."""
     above, rounds = 0, 0
     while True:
         rounds += 1

@@ -1,4 +1,5 @@
-"""Tables and plots of `top_k`: time beside other selections, what a hint is worth, the reach, and how much consecutive top k share."""
+"""Tables and plots of `top_k`: time beside other selections, what a hint is worth, the reach, and how much consecutive
+top k share."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def _times(slow: Row | None, fast: Row | None) -> str:
 
 
 def main_table(rows: Sequence[Row]) -> str:
-    """Microseconds (of many rows with p90) on normal rows: the op without a hint and with one a step old that shares 40%, other selections,
-    and how many times as long these take as the op with its hint."""
+    """Microseconds (of many rows with p90) on normal rows: the op without a hint and with one a step old that shares
+    40%, other selections, and how many times as long these take as the op with its hint."""
     lines = []
     for (kind, k, batch, n), here in sorted(_places(rows).items(), key=lambda item: (-item[0][1], *item[0][2:])):
         ours, hinted = at(here, "none", "top_k"), at(here, HINT, "top_k")
@@ -100,7 +101,8 @@ def main_table(rows: Sequence[Row]) -> str:
 
 
 def hint_table(rows: Sequence[Row], kind: Callable[[str], bool]) -> str:
-    """Microseconds (passes over the row, on average) by hint, for the kinds of rows in `kind`; the op's variants below."""
+    """Microseconds (passes over the row, on average) by hint, for the kinds of rows in `kind`; the op's variants
+    below."""
     kept = [row for row in timed(rows) if kind(row["rows"])]
     ours = [row for row in kept if row["implementation"].partition(":")[0] == "top_k"]
     hints = [hint for hint in HINTS if any(row["hint"] == hint for row in ours)]
@@ -177,8 +179,8 @@ def phase_table(rows: Sequence[Row]) -> str:
 
 
 def targets(rows: Sequence[Row]) -> list[tuple[str, str, float, bool]]:
-    """The targets, as (what, bound, figure, whether it holds). A target over several places has the worst figure. Only targets whose rows
-    exist."""
+    """The targets, as (what, bound, figure, whether it holds). A target over several places has the worst figure. Only
+    targets whose rows exist."""
     places = {(n, batch): here for (kind, k, batch, n), here in _places(rows).items() if (kind, k) == ("normal", 2048)}
     found: list[tuple[str, str, float, bool]] = []
 
@@ -243,8 +245,8 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per form of the op and a dotted line per other selection;
-    and a panel by hint, for the op started from it."""
+    """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per form of the op and a dotted line
+    per other selection; and a panel by hint, for the op started from it."""
     kept = [row for row in timed(rows) if (row["rows"], row["k"]) == ("normal", 2048)]
     batches = sorted({row["batch"] for row in kept})
     if not batches:
@@ -291,7 +293,8 @@ def _draw_hints(axis, rows: Sequence[Row]) -> None:
 
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, Any]], Callable[[], str]]]:
-    """The parts of documents that marks can name: for each the runs that it is made from, and the function that makes it."""
+    """The parts of documents that marks can name: for each the runs that it is made from, and the function that makes
+    it."""
     times, shares, passes = ([run for run in runs if run["bench"] == kind] for kind in ("top-k", "overlap", "top-k-passes"))
     rows = merged(times)
 
@@ -318,7 +321,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, 
 
 
 def overlap_table(rows: Sequence[Row]) -> str:
-    """Share of a step's top k that is also in an earlier step's, by layer: raw by age, and shifted for steps one apart."""
+    """Share of a step's top k that is also in an earlier step's, by layer: raw by age, and shifted for steps one
+    apart."""
     ages = sorted({row["age"] for row in rows})
     lines = []
     for k, layer in dict.fromkeys((row["k"], row["layer"]) for row in sorted(rows, key=lambda row: (row["k"], row["layer"]))):

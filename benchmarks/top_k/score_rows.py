@@ -1,8 +1,9 @@
 """Rows of scores to rank, and hints for them: synthetic, seeded, numpy.
 
-There are two families. *Drawn* rows are independent numbers of one distribution; the row of a step earlier is correlated with them so that
-the two top k have a chosen overlap. *YaRN* rows are what RoPE makes of a query and keys ("Guess-Verify-Refine", sections 3.2, 3.3 and 6.1):
-a sum of cosines of the distance, with content added, for a query that advances from step to step.
+There are two families. *Drawn* rows are independent numbers of one distribution; the row of a step earlier is
+correlated with them so that the two top k have a chosen overlap. *YaRN* rows are what RoPE makes of a query and keys
+("Guess-Verify-Refine", sections 3.2, 3.3 and 6.1): a sum of cosines of the distance, with content added, for a query
+that advances from step to step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from scipy import integrate, optimize, special
 
 
 def overlap(found: Int[np.ndarray, " k"], earlier: Int[np.ndarray, " k"], *, shift: int = 0) -> float:
-    """Share of the entries of `found` that are also in `earlier`, moved by `shift`. Entries below 0 are none; 0 if there are none."""
+    """Share of the entries of `found` that are also in `earlier`, moved by `shift`. Entries below 0 are none; 0 if
+    there are none."""
     found, earlier = np.asarray(found), np.asarray(earlier)
     found, earlier = found[found >= 0], earlier[earlier >= 0] + shift
     return float(np.isin(found, earlier).mean()) if found.size else 0.0
@@ -35,7 +37,8 @@ def top_indices(scores: Float[np.ndarray, " N"], k: int) -> Int[np.ndarray, " k"
 
 
 def by_row(make: Callable[[int], np.ndarray], batch: int) -> np.ndarray:
-    """`make(row)` of every row, stacked. Several rows run at a time, because numpy releases the interpreter lock in long operations."""
+    """`make(row)` of every row, stacked. Several rows run at a time, because numpy releases the interpreter lock in
+    long operations."""
     with ThreadPoolExecutor() as pool:
         return np.stack(list(pool.map(make, range(batch))))
 
@@ -50,13 +53,15 @@ DISTRIBUTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "logistic": lambda z: special.log_ndtr(z) - special.log_ndtr(-z),
     "lognormal": np.exp,
 }
-"""Monotone functions that turn a standard normal number into one of beta(2, 5), weibull_min(1.5), logistic or lognormal(1). These
-distributions fit a real indexer's scores best by layer (appendix F of the paper, which does not give their parameters)."""
+"""Monotone functions that turn a standard normal number into one of beta(2, 5), weibull_min(1.5), logistic or
+lognormal(1). These distributions fit a real indexer's scores best by layer (appendix F of the paper, which does not
+give their parameters)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Rows of one distribution. latent: the standard normal numbers that they were made of, which have the same order."""
+    """Rows of one distribution. latent: the standard normal numbers that they were made of, which have the same
+    order."""
 
     scores: Float[np.ndarray, "B N"]
     latent: Float[np.ndarray, "B N"]
@@ -74,10 +79,11 @@ def drawn_rows(distribution: str, batch: int, n: int, *, seed: int) -> Drawn:
 
 
 def drift(n: int, k: int, share: float) -> float:
-    """The correlation of two rows of normal scores for which their top k of n have, in expectation, a share `share` in common.
+    """The correlation of two rows of normal scores for which their top k of n have, in expectation, a share `share` in
+    common.
 
-    The share is P(both above t) / (k / n), where t is the k/n upper quantile, for a bivariate normal distribution. ValueError for a share
-    below that of unrelated rows, k / n, or of 1 and more.
+    The share is P(both above t) / (k / n), where t is the k/n upper quantile, for a bivariate normal distribution.
+    ValueError for a share below that of unrelated rows, k / n, or of 1 and more.
     """
     if not k / n <= share < 1:
         raise ValueError(f"rows can share from k / n = {k / n:.3g} of their top k to less than 1, got {share}")
@@ -104,9 +110,9 @@ def step_before(rows: Drawn, k: int, share: float, *, seed: int) -> Float[np.nda
 def stale_hint(rows: Drawn, k: int, share: float, *, seed: int) -> Int[np.ndarray, "B k"]:
     """The top k of the step before, `round(share * k)` of which are among the rows' own top k; ascending.
 
-    By chance the earlier rows share a few more or fewer. So the best of the step before are taken separately among those inside and those
-    outside the true set. Then the share is met exactly, and the stale entries are those that a drift makes stale: scores near the
-    threshold.
+    By chance the earlier rows share a few more or fewer. So the best of the step before are taken separately among
+    those inside and those outside the true set. Then the share is met exactly, and the stale entries are those that a
+    drift makes stale: scores near the threshold.
     """
     earlier = step_before(rows, k, share, seed=seed)
     kept = round(share * k)
@@ -134,7 +140,8 @@ def random_hint(batch: int, n: int, k: int, *, seed: int) -> Int[np.ndarray, "B 
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """RoPE of `head_dim` dimensions stretched by YaRN, as the indexer of DeepSeek-V3.2 has it. original: positions before stretching."""
+    """RoPE of `head_dim` dimensions stretched by YaRN, as the indexer of DeepSeek-V3.2 has it. original: positions
+    before stretching."""
 
     head_dim: int = 64
     base: float = 10_000.0
@@ -156,7 +163,8 @@ class Yarn:
         return plain * (1 - stretched) + plain / self.factor * stretched
 
     def prior(self, n: int) -> Float[np.ndarray, " n"]:
-        """The idealized score of the distances 0 to n - 1: vectors of ones, one of them rotated; equation 2 of the paper. float64."""
+        """The idealized score of the distances 0 to n - 1: vectors of ones, one of them rotated; equation 2 of the
+        paper. float64."""
         distance = np.arange(n, dtype=np.float64)
         return sum(2 * np.cos(distance * frequency) for frequency in self.frequencies())
 
@@ -164,10 +172,11 @@ class Yarn:
 def yarn_rows(
     n: int, steps: int, *, seed: int, shape: Yarn | None = None, content: float = 0.5, memory: float = 0.6
 ) -> Float[np.ndarray, "steps N"]:
-    """Scores of `steps` consecutive queries, the last at position n - 1, over the keys up to their own position; -inf after it. float32.
+    """Scores of `steps` consecutive queries, the last at position n - 1, over the keys up to their own position; -inf
+    after it. float32.
 
-    Queries and keys are vectors of ones plus normal content of standard deviation `content`, each rotated by its position. Keys stay the
-    same. From step to step a share `memory` of the query's content (its correlation) is kept.
+    Queries and keys are vectors of ones plus normal content of standard deviation `content`, each rotated by its
+    position. Keys stay the same. From step to step a share `memory` of the query's content (its correlation) is kept.
     """
     shape = shape or Yarn()
     keys_rng, query_rng = np.random.default_rng((seed, 3)), np.random.default_rng((seed, 4))
@@ -200,6 +209,7 @@ def _rotated(vectors: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
 
 
 def static_hint(n: int, k: int, *, position: int, shape: Yarn | None = None) -> Int[np.ndarray, " k"]:
-    """The k distances below n with the highest idealized score, as places before `position`, ascending; -1 for places before the first."""
+    """The k distances below n with the highest idealized score, as places before `position`, ascending; -1 for places
+    before the first."""
     distances = top_indices((shape or Yarn()).prior(n), k)
     return np.sort(np.maximum(position - distances, -1)).astype(np.int32)

@@ -1,8 +1,9 @@
 """`python -m benchmarks.top_k`: time `top_k` and other selections on the same rows.
 
-All programs are compiled first, several at a time, while rows are made: one program for all rows and hints of the same sizes. Then places
-are measured one after another, a few under each trace of the profiler. A program runs an op on each of a place's inputs, and reads twice
-the L2 before each of them, which is not counted. So each op reads its input from memory, whatever ran before it.
+All programs are compiled first, several at a time, while rows are made: one program for all rows and hints of the same
+sizes. Then places are measured one after another, a few under each trace of the profiler. A program runs an op on each
+of a place's inputs, and reads twice the L2 before each of them, which is not counted. So each op reads its input from
+memory, whatever ran before it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ TRACED_CASES, TRACED_SCORES = 40, 2**23
 
 COUNTS = ("passes", "candidates", "steps")
 PHASES = ("guess", "verify", "collect", "refine")
-"""Phases between the time stamps that a kernel may add to its counts after `COUNTS`, in clock cycles since the stamp before."""
+"""Phases between the time stamps that a kernel may add to its counts after `COUNTS`, in clock cycles since the stamp
+before."""
 
 
 # Measuring
@@ -99,7 +101,8 @@ def measure_places(
 
 
 def together(places: Iterable[tuple[Place, list[Case]]]) -> list[list[tuple[Place, list[Case]]]]:
-    """Places in order, neighbours together until they fill a trace with cases or scores: a trace takes a second to start and to read."""
+    """Places in order, neighbours together until they fill a trace with cases or scores: a trace takes a second to
+    start and to read."""
     found: list[list[tuple[Place, list[Case]]]] = []
     for place, cases in places:
         there = found[-1] if found else []
@@ -133,7 +136,8 @@ def _timings(runs: dict[Case, tuple[Callable, tuple]], words: jax.Array) -> dict
 
 
 def _figures(calls: Sequence[list[Kernel]], ops: int) -> dict[str, Any]:
-    """Figures from the kernels of a case's calls: the timing of the ops, each of which ran between two reads of the cache's size."""
+    """Figures from the kernels of a case's calls: the timing of the ops, each of which ran between two reads of the
+    cache's size."""
     found: list[list[Kernel]] = []
     for call in calls:
         starts = [i for i, kernel in enumerate(call) if kernel.name.startswith("flush")]
@@ -183,7 +187,8 @@ def _counted(counting: Callable | None, own: Sequence[tuple]) -> dict[str, Any]:
 
 
 def phases_of(counts: np.ndarray) -> dict[str, Any]:
-    """Clock cycles of each phase, averaged over rows, from counts `[rows, 3 + phases]`; nothing if there are no phases."""
+    """Clock cycles of each phase, averaged over rows, from counts `[rows, 3 + phases]`; nothing if there are no
+    phases."""
     cycles = counts[:, len(COUNTS) :]
     return {"phases": dict(zip(PHASES, cycles.mean(0).tolist(), strict=True))} if cycles.shape[1] else {}
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.top_k.torch_top_k < asked.json > answers.json
 
-Asked is a list of {"name", "rows": an .npy file of scores `[copies, B, N]` float32, "k", "sorted", "flush_bytes", "calls", "answers": the
-.npy file that the indices `[copies, B, k]` are written to}, with flush_bytes and calls the same in all. An answer has the name and, per
-call and copy, the kernels that ran (name, start, end in nanoseconds), or why there are none. The calls of all copies are captured as one
-CUDA graph, with a read of `flush_bytes` before each. All graphs run under one trace.
+Asked is a list of {"name", "rows": an .npy file of scores `[copies, B, N]` float32, "k", "sorted", "flush_bytes",
+"calls", "answers": the .npy file that the indices `[copies, B, k]` are written to}, with flush_bytes and calls the same
+in all. An answer has the name and, per call and copy, the kernels that ran (name, start, end in nanoseconds), or why
+there are none. The calls of all copies are captured as one CUDA graph, with a read of `flush_bytes` before each. All
+graphs run under one trace.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ WARMUP = 3
 
 
 def ask(requests: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Answers by name, from one process for all; all "skipped" if PyTorch is not installed. RuntimeError if the process fails."""
+    """Answers by name, from one process for all; all "skipped" if PyTorch is not installed. RuntimeError if the process
+    fails."""
     if not requests or not torch_sdpa.installed():
         return {request["name"]: {"skipped": "PyTorch is not installed"} for request in requests}
     return torch_sdpa.ask(requests, module=__name__)
@@ -55,7 +57,8 @@ def answers(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _prepared(torch: Any, request: dict[str, Any], words: Any) -> tuple[Any, tuple[list, list]]:
-    """A request's graph, and the arrays that its replays read and write, which must be kept as long. Its indices are in their file."""
+    """A request's graph, and the arrays that its replays read and write, which must be kept as long. Its indices are in
+    their file."""
     rows = [torch.from_numpy(each).cuda() for each in np.load(request["rows"])]
 
     def rank(row):

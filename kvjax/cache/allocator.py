@@ -10,10 +10,11 @@ from kvjax.checks import whole_number
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer group.
+    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer
+    group.
 
-    devices: over how many devices its pages are sharded, if one of them has too few. Then the counts are of that device. advice: what
-    helps, besides freeing sequences; by default more pages.
+    devices: over how many devices its pages are sharded, if one of them has too few. Then the counts are of that
+    device. advice: what helps, besides freeing sequences; by default more pages.
     """
 
     def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full", devices: int = 1):
@@ -30,16 +31,17 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. total-1. Each sequence that names a page is one owner; the page is free when the last owner releases it.
-    The page released last is handed out first, so page numbers depend on history, but results must not.
+    """Hands out page numbers 0 .. total-1. Each sequence that names a page is one owner; the page is free when the last
+    owner releases it. The page released last is handed out first, so page numbers depend on history, but results must
+    not.
 
-    A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free, and is handed out
-    only when no other page is left. on_evict: called then with the page, whose content is lost. on_free: called with each page whose
-    content nobody needs any more, evicted ones included. on_idle, on_used: called with pages that become idle, and with those of them that
-    get an owner again.
+    A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free,
+    and is handed out only when no other page is left. on_evict: called then with the page, whose content is lost.
+    on_free: called with each page whose content nobody needs any more, evicted ones included. on_idle, on_used: called
+    with pages that become idle, and with those of them that get an owner again.
 
-    parts: over how many devices the pages are sharded. Each has `each` of them: pages [d * each, (d + 1) * each) are those of device d. A
-    caller that takes pages says of which device it needs each one.
+    parts: over how many devices the pages are sharded. Each has `each` of them: pages [d * each, (d + 1) * each) are
+    those of device d. A caller that takes pages says of which device it needs each one.
     """
 
     def __init__(self, total: int, parts: int = 1):
@@ -80,13 +82,14 @@ class PageAllocator:
         return page // self.each
 
     def part_of_first(self, numbers: Sequence[int] = (0,), taken: Mapping[int, int] | None = None) -> int:
-        """The device on which a sequence best begins that takes pages at these logical numbers: so that most pages are left on the fullest
-        one of the devices that it takes some of (`left`). Of equal ones that with most free pages, and then with fewest idle ones."""
+        """The device on which a sequence best begins that takes pages at these logical numbers: so that most pages are
+        left on the fullest one of the devices that it takes some of (`left`). Of equal ones that with most free pages,
+        and then with fewest idle ones."""
         return max(range(self.parts), key=lambda first: (self.left(first, numbers, taken), self._free_of(first), len(self._free[first])))
 
     def left(self, first: int, numbers: Sequence[int], taken: Mapping[int, int] | None = None) -> int:
-        """Free pages of the fullest one of the devices of which a sequence took pages at these logical numbers, if it began on device
-        `first`; below 0 if it cannot. taken: pages of each device that others take before."""
+        """Free pages of the fullest one of the devices of which a sequence took pages at these logical numbers, if it
+        began on device `first`; below 0 if it cannot. taken: pages of each device that others take before."""
         counts, before = Counter((first + number) % self.parts for number in numbers), taken or {}
         return min((self._free_of(part) - before.get(part, 0) - count for part, count in counts.items()), default=0)
 
@@ -95,12 +98,14 @@ class PageAllocator:
         return any(count > self._free_of(part) for part, count in Counter(parts).items())
 
     def out_of_pages(self, parts: Sequence[int], group: str = "full") -> OutOfPages:
-        """The error for these devices, of which `lacking` is true: of the one that lacks most. group: the layer group."""
+        """The error for these devices, of which `lacking` is true: of the one that lacks most. group: the layer
+        group."""
         part, count = max(Counter(parts).items(), key=lambda each: each[1] - self._free_of(each[0]))
         return OutOfPages(count, self._free_of(part), self.each, group=group, devices=self.parts)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` pages of neighbouring devices, as a new sequence does, with one owner each. After OutOfPages none were taken."""
+        """Take `count` pages of neighbouring devices, as a new sequence does, with one owner each. After OutOfPages
+        none were taken."""
         first = self.part_of_first(range(count))
         return self.take_from([(first + number) % self.parts for number in range(count)])
 
@@ -123,7 +128,8 @@ class PageAllocator:
         self._kept[page] = False
 
     def own(self, pages: Sequence[int]) -> None:
-        """Add an owner to kept pages, idle ones included. ValueError for a page that is not kept, and then none gets an owner."""
+        """Add an owner to kept pages, idle ones included. ValueError for a page that is not kept, and then none gets an
+        owner."""
         for page in pages:
             if page not in self._kept:
                 raise ValueError(f"page {page} is not kept: nobody knows what it holds")
@@ -144,8 +150,9 @@ class PageAllocator:
             self._owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove an owner from each of `pages`. Pages without owners become free, or idle where they are kept: the last of `pages` is then
-        the first to go, because a prefix is of use without what follows it, and not the other way round."""
+        """Remove an owner from each of `pages`. Pages without owners become free, or idle where they are kept: the last
+        of `pages` is then the first to go, because a prefix is of use without what follows it, and not the other way
+        round."""
         idle, freed = [], []
         for page in pages:
             if self._owners[page] == 0:

@@ -24,8 +24,8 @@ from pallas_kernels.selection.indexer_scores.api import FP8
 class OpenRows:
     """Pages that are not packed yet, in compute dtype: a row for each sequence, beside a layer of packed pages.
 
-    A row holds n pages, as many as a step may write to: the logical page j lies in place j % n. Places whose page is not written yet may
-    hold anything. `kvjax.cache.packed` reads and writes it.
+    A row holds n pages, as many as a step may write to: the logical page j lies in place j % n. Places whose page is
+    not written yet may hold anything. `kvjax.cache.packed` reads and writes it.
     """
 
     k: Float[Array, "R n K P D"]
@@ -36,8 +36,8 @@ class OpenRows:
 class PagedKV:
     """Keys and values of one full-attention layer, and the indexes that selectors scan instead of the keys.
 
-    `index` maps `IndexSpec.name` to an array `[N, K, P/bs, R, W]`. Rows of pages that are not sealed are meaningless. open: where pages
-    are packed, those that are still open; None: every page is written where it lies.
+    `index` maps `IndexSpec.name` to an array `[N, K, P/bs, R, W]`. Rows of pages that are not sealed are meaningless.
+    open: where pages are packed, those that are still open; None: every page is written where it lies.
     """
 
     pages: Pages
@@ -53,12 +53,13 @@ INDEXER_SCALES = "indexer_scales"
 
 @flax.struct.dataclass
 class LatentPages:
-    """Latents of one layer of multi-head latent attention (MLA), and the keys that a lightning indexer scans instead of them.
+    """Latents of one layer of multi-head latent attention (MLA), and the keys that a lightning indexer scans instead of
+    them.
 
-    pages: one KV head. Each token has a row of `value_dim` latent columns, from which each head's key and value are linear maps, and the
-    rotated key that all heads share. V is the first `value_dim` columns of K. index: unlike that of `PagedKV` it is written with each
-    token, so tokens of the open page are found too. INDEXER: keys `[N, P, D_I]`; where those are float8_e4m3fn, INDEXER_SCALES: float32
-    `[N, P]`.
+    pages: one KV head. Each token has a row of `value_dim` latent columns, from which each head's key and value are
+    linear maps, and the rotated key that all heads share. V is the first `value_dim` columns of K. index: unlike that
+    of `PagedKV` it is written with each token, so tokens of the open page are found too. INDEXER: keys `[N, P, D_I]`;
+    where those are float8_e4m3fn, INDEXER_SCALES: float32 `[N, P]`.
     """
 
     pages: Pages
@@ -69,8 +70,8 @@ class LatentPages:
 class SlotLayer:
     """States of one recurrent layer: a row for each sequence. `kvjax.engine.recurrent` reads and writes it.
 
-    Row j of a sequence's tokens is token first + j. Rows after its last token may hold anything. P: page_size. R: P plus the largest number
-    of drafted tokens. W: taps of the convolution. E: its channels.
+    Row j of a sequence's tokens is token first + j. Rows after its last token may hold anything. P: page_size. R: P
+    plus the largest number of drafted tokens. W: taps of the convolution. E: its channels.
     """
 
     start: Float32[Array, "N H Dk Dv"]
@@ -99,7 +100,8 @@ def empty_layer(
     indexes: tuple[IndexSpec, ...],
     frames: FrameCounts | None = None,
 ) -> PagedKV:
-    """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the declared indexes.
+    """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the
+    declared indexes.
 
     frames: where the pages lie, if some lie in host memory; their indexes do not. None: all on the device.
     """
@@ -123,8 +125,8 @@ def empty_packed(
 ) -> PagedKV:
     """A layer of packed pages: codes and scales of 0, open rows in `dtype`, and the declared indexes in `dtype`.
 
-    formats: of keys and of values; None: numbers of `dtype`. rows: how many, and how many pages each holds. frames: as in `empty_layer`;
-    scales lie where their codes do, and open rows on the device.
+    formats: of keys and of values; None: numbers of `dtype`. rows: how many, and how many pages each holds. frames: as
+    in `empty_layer`; scales lie where their codes do, and open rows on the device.
     """
     tiles = num_pages, num_kv_heads
     arrays: dict[str, Array | PageFormat | None] = {}
@@ -159,10 +161,12 @@ def empty_latents(
     index_dtype: jnp.dtype | None = None,
     frames: FrameCounts | None = None,
 ) -> LatentPages:
-    """A layer of zeroed latent pages: num_pages * page_size * (latent_dim + rope_dim) elements of `dtype` and as many times index_dim of
-    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn. frames: as in `empty_layer`.
+    """A layer of zeroed latent pages: num_pages * page_size * (latent_dim + rope_dim) elements of `dtype` and as many
+    times index_dim of `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn.
+    frames: as in `empty_layer`.
 
-    ValueError for a dtype other than float32, bfloat16 and float16, which for the indexer's keys may be float8_e4m3fn too.
+    ValueError for a dtype other than float32, bfloat16 and float16, which for the indexer's keys may be float8_e4m3fn
+    too.
     """
     dtype, index_dtype = jnp.dtype(dtype), jnp.dtype(dtype if index_dtype is None else index_dtype)
     if dtype.name not in CODES or index_dtype.name not in (*CODES, FP8):

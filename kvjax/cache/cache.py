@@ -17,12 +17,14 @@ from kvjax.cache.spec import CacheSpec
 
 @flax.struct.dataclass
 class Cache:
-    """What a jitted step reads and writes. shards: inside a program over a mesh, what it knows of it: layers are then this device's part.
+    """What a jitted step reads and writes. shards: inside a program over a mesh, what it knows of it: layers are then
+    this device's part.
 
-    layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
-    per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
-    reads it. spec: describes `layers`. residency: where pages lie, by layer group; in groups that it does not name, a page's frame is its
-    id. hot: the layers' hot buffers; None where no layer has one.
+    layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's
+    pages. page_tables: per layer group, logical page -> page id, -1 where there is none. lengths: tokens written;
+    includes the current ones when attention reads it. spec: describes `layers`. residency: where pages lie, by layer
+    group; in groups that it does not name, a page's frame is its id. hot: the layers' hot buffers; None where no layer
+    has one.
     """
 
     layers: tuple[LayerCache | None, ...]
@@ -41,10 +43,11 @@ class Cache:
 
 @flax.struct.dataclass
 class Residency:
-    """Frames of a layer group's pages, in all of its layers. frame_of: by page id; -1 where no frame holds the page. border: frames from
-    this one on lie in host memory; None: all lie on the device.
+    """Frames of a layer group's pages, in all of its layers. frame_of: by page id; -1 where no frame holds the page.
+    border: frames from this one on lie in host memory; None: all lie on the device.
 
-    To move a page is to copy its bytes and to write its entry here: page tables name ids, and rows of indexes are found by id.
+    To move a page is to copy its bytes and to write its entry here: page tables name ids, and rows of indexes are found
+    by id.
     """
 
     frame_of: Int[Array, " ids"]
@@ -60,7 +63,8 @@ class MissingPages(RuntimeError):
 
 
 def frame_tables(cache: Cache) -> dict[str, Int[Array, "B M"]]:
-    """Tables of frames, for the groups that have a `Residency`. In the other groups the frame of a page is its id, without a look-up.
+    """Tables of frames, for the groups that have a `Residency`. In the other groups the frame of a page is its id,
+    without a look-up.
 
     ValueError for a residency of rows of state, which do not move, or of an unknown group.
     """
@@ -72,7 +76,8 @@ def frame_tables(cache: Cache) -> dict[str, Int[Array, "B M"]]:
 
 
 def check_missing(missing: Int[Array, "B"] | None) -> None:
-    """MissingPages if a step counted pages without a frame. None: every page is in the frame of its id. Waits for the device."""
+    """MissingPages if a step counted pages without a frame. None: every page is in the frame of its id. Waits for the
+    device."""
     if missing is not None and (counts := np.asarray(missing)).any():
         rows = ", ".join(f"{count} in row {row}" for row, count in enumerate(counts.tolist()) if count)
         raise MissingPages(

@@ -1,4 +1,5 @@
-"""The order in which a store gives up what it holds: least recently used first, and what was used only once before the rest."""
+"""The order in which a store gives up what it holds: least recently used first, and what was used only once before the
+rest."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ PROTECTED = 0.8
 class Recency[Key: Hashable]:
     """Keys, in the order of their eviction. Iterating gives the next to evict first.
 
-    A key that was used again since it was added is protected: keys that were used once go first. So one long prompt that nobody asks for
-    again does not push out what many requests share. Too many protected keys lose that state, the least recently used first. This is the
-    segmented LRU of Karedla, Love and Wherry (IEEE Computer, 1994). A key that is held is not evicted, and not iterated over.
+    A key that was used again since it was added is protected: keys that were used once go first. So one long prompt
+    that nobody asks for again does not push out what many requests share. Too many protected keys lose that state, the
+    least recently used first. This is the segmented LRU of Karedla, Love and Wherry (IEEE Computer, 1994). A key that
+    is held is not evicted, and not iterated over.
     """
 
     def __init__(self):

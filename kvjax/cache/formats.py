@@ -20,7 +20,8 @@ GRAMMAR = (
 
 @dataclasses.dataclass(frozen=True)
 class CacheFormat:
-    """How sealed pages are packed. k, v: None: numbers as they are. boundary: so many layers at each end that attend to pages do not pack.
+    """How sealed pages are packed. k, v: None: numbers as they are. boundary: so many layers at each end that attend to
+    pages do not pack.
 
     ValueError where neither is packed, or for a negative boundary.
     """
@@ -35,8 +36,8 @@ class CacheFormat:
             raise ValueError("a cache format packs keys, values or both, got neither: leave it out for pages in compute dtype")
 
     def packed(self, spec: CacheSpec) -> CacheSpec:
-        """The cache with its sealed pages packed. NotImplementedError for layers whose pages are not packed yet; ValueError for a head dim
-        that does not fit, and for a boundary that leaves no layer."""
+        """The cache with its sealed pages packed. NotImplementedError for layers whose pages are not packed yet;
+        ValueError for a head dim that does not fit, and for a boundary that leaves no layer."""
         inside = spec.paged[self.boundary : len(spec.paged) - self.boundary]
         if not inside:
             raise ValueError(f"cache format {self} packs no layer: the model has {len(spec.paged)} with pages, so give a smaller boundary")
@@ -64,7 +65,8 @@ class CacheFormat:
 def parse_cache_format(text: str | CacheFormat | None, dtype: str) -> CacheFormat | None:
     """The format of a text such as "int8" or "k=int4:channel,v=int4:32,boundary=1" (`GRAMMAR`); None gives None.
 
-    dtype: by name, of the numbers that reading gives: the model's compute_dtype. ValueError, with the grammar, for any other text.
+    dtype: by name, of the numbers that reading gives: the model's compute_dtype. ValueError, with the grammar, for any
+    other text.
     """
     if text is None or isinstance(text, CacheFormat):
         return text

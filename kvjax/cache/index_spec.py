@@ -16,9 +16,10 @@ from pallas_kernels.selection.page_index import CODED, INDEX_KINDS, index_dtype,
 class IndexSpec:
     """An index that a policy needs for every sealed page.
 
-    kind: "bounds" (elementwise max and min of a block's keys), "mean", or the keys in few bits: "keys1" to "keys8". block_size:
-    tokens, divides the page size. unless_packed: not built in layers whose keys are packed, which the policy then reads themselves.
-    every: built in every n-th layer alone, counting from the first, of those that read all tokens and attend to pages.
+    kind: "bounds" (elementwise max and min of a block's keys), "mean", or the keys in few bits: "keys1" to "keys8".
+    block_size: tokens, divides the page size. unless_packed: not built in layers whose keys are packed, which the
+    policy then reads themselves. every: built in every n-th layer alone, counting from the first, of those that read
+    all tokens and attend to pages.
     """
 
     kind: str
@@ -51,7 +52,8 @@ class IndexSpec:
         return same and self.unless_packed <= other.unless_packed and other.every % self.every == 0
 
     def shape(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of the array: `N K P/bs R W` with R rows of W elements per block (`pallas_kernels.selection.page_index.index_shape`)."""
+        """Shape of the array: `N K P/bs R W` with R rows of W elements per block
+        (`pallas_kernels.selection.page_index.index_shape`)."""
         if page_size % self.block_size:
             raise ValueError(
                 f"block_size {self.block_size} does not divide page_size {page_size}: use a page_size that is a "

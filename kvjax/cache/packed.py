@@ -1,7 +1,9 @@
-"""Writing to layers whose sealed pages are packed: tokens go to the open rows; a page that fills is packed, and then indexed as it reads.
+"""Writing to layers whose sealed pages are packed: tokens go to the open rows; a page that fills is packed, and then
+indexed as it reads.
 
-All functions are pure; under jit with a donated cache the updates are in place. What a query reads depends on its position alone: its own
-page in compute dtype, from the rows (`Pages.open`), and every earlier page as packed. Codes and scales are made by the op `pack_pages`.
+All functions are pure; under jit with a donated cache the updates are in place. What a query reads depends on its
+position alone: its own page in compute dtype, from the rows (`Pages.open`), and every earlier page as packed. Codes and
+scales are made by the op `pack_pages`.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ def append_packed(
     *,
     sharded: bool = False,
 ) -> tuple[PagedKV, OpenPages]:
-    """Write the valid tokens of a step to the open rows, then seal each page whose last token is among them. Returns the layer, and the
-    pages that hold the step's tokens, as its queries read them.
+    """Write the valid tokens of a step to the open rows, then seal each page whose last token is among them. Returns
+    the layer, and the pages that hold the step's tokens, as its queries read them.
 
-    positions, valid, page_table, frames: as in `append`, at most `MAX_STEP_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A
-    page that drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
-    sharded: whether other devices have some of the pages. Every device keeps the open rows of all of them, and seals its own pages.
+    positions, valid, page_table, frames: as in `append`, at most `MAX_STEP_TOKENS` tokens. rows: of `layer.open`, one
+    of each sequence. A page that drafted tokens fill is packed too; if they are dropped, it is packed again when it
+    fills again: the row still has its tokens. sharded: whether other devices have some of the pages. Every device keeps
+    the open rows of all of them, and seals its own pages.
     """
     (_, count, _, page_size, _), logical = layer.open.k.shape, positions // layer.pages.page_size
     written = valid & (rows >= 0)[:, None]
@@ -68,13 +71,13 @@ def append_chunk(
     indexes: tuple[IndexSpec, ...],
     frames: Int[Array, "B M"] | None = None,
 ) -> tuple[PagedKV, OpenPages]:
-    """Write a chunk of prefill: seal the pages that it fills, and keep its last page in the open rows. Returns the layer, and the chunk's
-    pages from that of `first` on, as its queries read them.
+    """Write a chunk of prefill: seal the pages that it fills, and keep its last page in the open rows. Returns the
+    layer, and the chunk's pages from that of `first` on, as its queries read them.
 
-    The chunk covers positions [starts, starts + T), whole pages; of these, [fresh, lengths) are written. Tokens before `fresh` in its page
-    are those in the row. first: the first query whose output counts, at most `fresh`: it, or the first token of an earlier page, from
-    which on k and v hold what earlier calls wrote. frames: as in `append`. ValueError for a chunk that is not whole pages. Memory: the
-    chunk's keys and values, and their codes.
+    The chunk covers positions [starts, starts + T), whole pages; of these, [fresh, lengths) are written. Tokens before
+    `fresh` in its page are those in the row. first: the first query whose output counts, at most `fresh`: it, or the
+    first token of an earlier page, from which on k and v hold what earlier calls wrote. frames: as in `append`.
+    ValueError for a chunk that is not whole pages. Memory: the chunk's keys and values, and their codes.
     """
     (batch, num_tokens, kv_heads, head_dim), page_size, count = k.shape, layer.pages.page_size, layer.open.k.shape[1]
     if num_tokens % page_size:
@@ -116,14 +119,15 @@ def seal_packed(
     frames: Int[Array, " n"],
     indexes: tuple[IndexSpec, ...],
 ) -> PagedKV:
-    """Pack the numbers of whole pages to their `frames`, and index keys as they are read from then on. pages: their ids. Numbers outside
-    the pool are skipped."""
+    """Pack the numbers of whole pages to their `frames`, and index keys as they are read from then on. pages: their
+    ids. Numbers outside the pool are skipped."""
     packed, keys = put_pages(layer.pages, k, v, frames)
     return layer.replace(pages=packed, index=seal(layer.index, keys, pages, kept_in(layer.index, indexes)))
 
 
 def opened(layer: PagedKV, pages: OpenPages | None) -> PagedKV:
-    """The layer as the queries of a chunk or step read it, with the open pages that hold their tokens; None: it does not pack."""
+    """The layer as the queries of a chunk or step read it, with the open pages that hold their tokens; None: it does
+    not pack."""
     return layer if pages is None else layer.replace(pages=layer.pages.replace(open=pages), open=None)
 
 

@@ -1,4 +1,5 @@
-"""The pages that sequences hold in each layer group, on the host: taken as sequences grow, given back as pages leave a window."""
+"""The pages that sequences hold in each layer group, on the host: taken as sequences grow, given back as pages leave a
+window."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ HOT_SHARE = 0.75
 """Share of the device's frames that holds copies of the host's tiles, where pages lie in host memory."""
 
 PageIds = dict[str, list[int]]
-"""The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window gave back."""
+"""The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window
+gave back."""
 
 
 Numbers = Mapping[str, Sequence[int]]
@@ -38,10 +40,11 @@ Reach = tuple[int, int]
 
 
 class Holder(Protocol):
-    """A sequence: its number of written tokens, its pages, and what it keeps in groups without a window of their own; None: every page.
+    """A sequence: its number of written tokens, its pages, and what it keeps in groups without a window of their own;
+    None: every page.
 
-    firsts: by layer group, on which device of a mesh its first page is to lie if it holds no page of the group; where a group is missing,
-    where most pages are free.
+    firsts: by layer group, on which device of a mesh its first page is to lie if it holds no page of the group; where a
+    group is missing, where most pages are free.
     """
 
     length: int
@@ -61,12 +64,13 @@ Wanted = tuple[Holder | None, Sequence[int]]
 class PageManager:
     """The pages of every layer group, and the sequences that hold them.
 
-    totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk: tokens that prefill
-    writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
-    device's is worth more as a hot buffer. reach: what every new sequence keeps in groups without a window; None: every page. has_windows:
-    whether any group gives pages back by itself. frames: of the groups with pages in host memory. on_short: called before OutOfPages is
-    raised; it may give pages back. mesh: over whose devices heads are split and pages sharded; None: one device. shards: the same, with
-    the pages of each device.
+    totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk:
+    tokens that prefill writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether
+    steps list pages, so that a part of the device's is worth more as a hot buffer. reach: what every new sequence keeps
+    in groups without a window; None: every page. has_windows: whether any group gives pages back by itself. frames: of
+    the groups with pages in host memory. on_short: called before OutOfPages is raised; it may give pages back. mesh:
+    over whose devices heads are split and pages sharded; None: one device. shards: the same, with the pages of each
+    device.
     """
 
     def __init__(
@@ -131,9 +135,9 @@ class PageManager:
         return {group.name: [] for group in self.spec.groups}
 
     def reserve(self, sequences: Sequence[Holder], tokens: int | Sequence[int]) -> None:
-        """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups first give back
-        pages that no later query reads. They take at most the pages of the next token's chunk, or of one step. tokens: of every sequence,
-        or one number for each."""
+        """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window
+        groups first give back pages that no later query reads. They take at most the pages of the next token's chunk,
+        or of one step. tokens: of every sequence, or one number for each."""
         for sequence in sequences:
             self.give_back(sequence)
         counts = [tokens] * len(sequences) if isinstance(tokens, int) else tokens
@@ -149,7 +153,8 @@ class PageManager:
         self._checked(lambda group: [(None, range(each[group.name])) for each in needed])
 
     def check_room(self, tokens: int, sequence: Holder | None, held: Numbers | None, growing: Sequence[Holder]) -> None:
-        """OutOfPages unless a sequence fits that grows to `tokens` tokens, and those of `growing` find a page more each.
+        """OutOfPages unless a sequence fits that grows to `tokens` tokens, and those of `growing` find a page more
+        each.
 
         sequence: None: a new one. held: if it is suspended, the logical pages that it gets back.
         """
@@ -181,10 +186,11 @@ class PageManager:
         return {group.name: min(pages_for(tokens, group), most[group.name]) for group in self.spec.groups}
 
     def give_back(self, sequence: Holder, *, narrowed: bool = False) -> None:
-        """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds the next token.
+        """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds
+        the next token.
 
-        narrowed: the sequence's reach has changed, so pages before one that was given back may still be there, as sinks of a wider reach.
-        False: none are, so the search ends at the first gap, and does not grow with the sequence.
+        narrowed: the sequence's reach has changed, so pages before one that was given back may still be there, as sinks
+        of a wider reach. False: none are, so the search ends at the first gap, and does not grow with the sequence.
         """
         start = sequence.length // self.chunk * self.chunk
         for group in self.spec.groups:
@@ -207,8 +213,9 @@ class PageManager:
                     ids[number] = -1
 
     def keep(self, sequence: Holder, counts: Mapping[str, int]) -> None:
-        """Release all pages of each group after the first `counts`. `sequence.pages` becomes a new dict. By this, slots notice that page
-        tables on the device are out of date: the sequence may grow to the same length again in other pages."""
+        """Release all pages of each group after the first `counts`. `sequence.pages` becomes a new dict. By this, slots
+        notice that page tables on the device are out of date: the sequence may grow to the same length again in other
+        pages."""
         kept = {name: ids[: counts[name]] if name in counts else ids for name, ids in sequence.pages.items()}
         if any(len(ids) < len(sequence.pages[name]) for name, ids in kept.items()):
             for name, ids in kept.items():
@@ -221,7 +228,8 @@ class PageManager:
         self.keep(sequence, {name: max(count, (least or {}).get(name, 0)) for name, count in counts.items()})
 
     def fill(self, sequence: Holder, numbers: Numbers) -> None:
-        """Take pages for these logical pages, ascending, of a sequence that holds none, beginning where most pages are free."""
+        """Take pages for these logical pages, ascending, of a sequence that holds none, beginning where most pages are
+        free."""
         dealt = self._checked(lambda group: [(None, numbers[group.name])])
         for name, each in numbers.items():
             ids = [-1] * (each[-1] + 1 if each else 0)
@@ -230,16 +238,17 @@ class PageManager:
             sequence.pages[name] = ids
 
     def skip(self, sequence: Holder) -> None:
-        """Name no page for tokens before `sequence.length` beyond the last page, as if they had been given back. For a sequence that only
-        seems to have so many tokens (`Engine.warmup`)."""
+        """Name no page for tokens before `sequence.length` beyond the last page, as if they had been given back. For a
+        sequence that only seems to have so many tokens (`Engine.warmup`)."""
         for group in self.spec.groups:
             if window_of(group, sequence.reach) is not None:
                 ids = sequence.pages[group.name]
                 ids += [-1] * (sequence.length // group.page_size - len(ids))
 
     def fork(self, parent: Holder, child: Holder) -> tuple[dict[str, int], dict[str, int]] | None:
-        """Share the parent's sealed pages with the child, and take a new page for each open one. Returns source and target of the open page
-        by group, both 0 in groups without one; None if no group has one. After OutOfPages nothing is shared."""
+        """Share the parent's sealed pages with the child, and take a new page for each open one. Returns source and
+        target of the open page by group, both 0 in groups without one; None if no group has one. After OutOfPages
+        nothing is shared."""
         opened = {group.name: int(parent.length % group.page_size > 0) for group in self.spec.groups}
         dealt = {}
         for group in self.spec.groups:  # the copy of the open page lies on the same device
@@ -264,12 +273,14 @@ class PageManager:
         return {group.name: page_table([slot.pages[group.name] if slot else () for slot in slots]) for group in self.spec.groups}
 
     def staged_tables(self, sequence: Holder, length: int, widths: Mapping[str, int]) -> dict[str, Int[np.ndarray, "1 M"]]:
-        """Page tables of a sequence's first `length` tokens, by group, with so many columns in the groups that `widths` names."""
+        """Page tables of a sequence's first `length` tokens, by group, with so many columns in the groups that `widths`
+        names."""
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         return {name: page_table([sequence.pages[name][:count]], widths.get(name)) for name, count in counts.items()}
 
     def held(self, sequence: Holder, hash_block: int | None = None) -> dict[str, list[int]]:
-        """The logical pages of a sequence that must be stored, and that it holds, by group. grain: as in `stored_pages`."""
+        """The logical pages of a sequence that must be stored, and that it holds, by group. grain: as in
+        `stored_pages`."""
         pages = sequence.pages
         wanted = {group.name: stored_pages(group, sequence.length, sequence.reach, hash_block) for group in self.spec.groups}
         return {name: [number for number in numbers if pages[name][number] >= 0] for name, numbers in wanted.items()}
@@ -288,7 +299,8 @@ class PageManager:
         return PageAllocator(total, self.shards.context if sharded else 1)
 
     def first_of(self, name: str, sequence: Holder) -> int | None:
-        """On which device the first page of a sequence lies, or would lie where it was given back; None if it holds no page of a group."""
+        """On which device the first page of a sequence lies, or would lie where it was given back; None if it holds no
+        page of a group."""
         allocator, ids = self.allocators[name], sequence.pages[name]
         held = next((number for number, page in enumerate(ids) if page >= 0), None)
         return None if held is None else (allocator.part_of(ids[held]) - held) % allocator.parts
@@ -303,7 +315,8 @@ class PageManager:
         return range(done, done + count)
 
     def _checked(self, wanted: Callable[[GroupSpec], Sequence[Wanted]]) -> dict[str, list[list[int]]]:
-        """By group, the devices of the pages that sequences want of it, in turn. OutOfPages if one of them has too few."""
+        """By group, the devices of the pages that sequences want of it, in turn. OutOfPages if one of them has too
+        few."""
 
         def dealt() -> dict[str, list[list[int]]]:
             return {group.name: self._dealt(group.name, wanted(group)) for group in self.spec.groups}
@@ -375,22 +388,24 @@ def first_read(group: GroupSpec, position: int, reach: Reach | None = None) -> i
 
 
 def first_stored(group: GroupSpec, length: int, hash_block: int | None = None) -> int:
-    """The first page that must be stored of `length` tokens. grain: if policies learn from prefill, the chunk size: the queries of an
-    unfinished chunk run again when prefill continues. None: no query runs again."""
+    """The first page that must be stored of `length` tokens. grain: if policies learn from prefill, the chunk size: the
+    queries of an unfinished chunk run again when prefill continues. None: no query runs again."""
     hash_block = hash_block or group.page_size
     return first_read(group, length // hash_block * hash_block)
 
 
 def stored_pages(group: GroupSpec, length: int, reach: Reach | None = None, hash_block: int | None = None) -> list[int]:
-    """The logical pages that must be stored of a sequence of `length` tokens. reach: as in `Holder`. grain: as in `first_stored`."""
+    """The logical pages that must be stored of a sequence of `length` tokens. reach: as in `Holder`. grain: as in
+    `first_stored`."""
     hash_block = hash_block or group.page_size
     first = first_read(group, length // hash_block * hash_block, reach)
     return [*range(min(sink_pages(group, reach), first)), *range(first, pages_for(length, group))]
 
 
 def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int | float:
-    """The most pages that a sequence of any length holds: those of sinks, a window, a chunk and the tokens of one step, and one more,
-    because a window may begin inside a page. 1 if one page holds the whole sequence. reach: as in `Holder`."""
+    """The most pages that a sequence of any length holds: those of sinks, a window, a chunk and the tokens of one step,
+    and one more, because a window may begin inside a page. 1 if one page holds the whole sequence. reach: as in
+    `Holder`."""
     if group.page_size == WHOLE:
         return 1
     window = window_of(group, reach)
@@ -400,14 +415,14 @@ def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int 
 
 
 def frame_counts(pages: int, host: int, chunk: int, *, hot: bool) -> FrameCounts:
-    """Frames of a layer group that has memory for `pages` pages, for `host` of them in host memory. chunk: pages of a chunk of prefill.
-    hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer: no larger than host memory, so that this
-    never makes the pool smaller."""
+    """Frames of a layer group that has memory for `pages` pages, for `host` of them in host memory. chunk: pages of a
+    chunk of prefill. hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer: no
+    larger than host memory, so that this never makes the pool smaller."""
     copies = min(hot_frames(pages - host, chunk), host // WAYS * WAYS) if hot else 0
     return FrameCounts(pages - host - copies, copies, host)
 
 
 def hot_frames(device: int, chunk: int) -> int:
-    """How many of a group's frames on the device are a hot buffer, if other pages lie in host memory. chunk: pages of a chunk of prefill,
-    which need places of their own, as open pages do."""
+    """How many of a group's frames on the device are a hot buffer, if other pages lie in host memory. chunk: pages of a
+    chunk of prefill, which need places of their own, as open pages do."""
     return max(0, min(int(HOT_SHARE * device), device - 2 * chunk)) // WAYS * WAYS

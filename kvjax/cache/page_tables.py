@@ -35,8 +35,8 @@ def table_widths(pages: int) -> Iterator[int]:
 
 
 def page_table(rows: Sequence[Sequence[int]], width: int | None = None) -> Int[np.ndarray, "B M"]:
-    """The pages of every row (none for an empty slot), then -1. width: columns; None: as many as all pages need. Pages beyond the last
-    column are left out."""
+    """The pages of every row (none for an empty slot), then -1. width: columns; None: as many as all pages need. Pages
+    beyond the last column are left out."""
     table = np.full((len(rows), width or table_width(max(map(len, rows), default=0))), -1, np.int32)
     for row, pages in zip(table, rows, strict=True):
         known = pages[: table.shape[1]]
@@ -45,8 +45,9 @@ def page_table(rows: Sequence[Sequence[int]], width: int | None = None) -> Int[n
 
 
 def staged_width(pages: int) -> int:
-    """Rows for so many pages that are copied (`kvjax.cache.host_pool.prefill_prefetch`, `kvjax.engine.paged_attention.bring`): few
-    different numbers, so that few programs are compiled, but not many more than needed, because they are copied and take memory."""
+    """Rows for so many pages that are copied (`kvjax.cache.host_pool.prefill_prefetch`,
+    `kvjax.engine.paged_attention.bring`): few different numbers, so that few programs are compiled, but not many more
+    than needed, because they are copied and take memory."""
     step = _step(table_width(pages))
     return -(-pages // step) * step
 

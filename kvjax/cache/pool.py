@@ -34,11 +34,12 @@ MOVES = (1, 4, 16, 64)
 class PoolStats:
     """Where the pages of the pool lie, and what has moved since the engine was made.
 
-    device_pages, host_pages: pages there now, of sequences and of prompts that the engine keeps. moved_bytes: keys and values that moved to
-    host memory, to make room. returned_bytes: those that came back when there was room. copied_bytes: what chunks of prefill copied back,
-    for as long as they ran. asked, found: tiles (one KV head of a page, in one layer) of pages in host memory that steps have listed
-    through the hot buffer, and those of them that were in it. host_read_bytes: what the others took over the bus. Tiles that steps read in
-    place without the buffer, as dense ones do, are left out.
+    device_pages, host_pages: pages there now, of sequences and of prompts that the engine keeps. moved_bytes: keys and
+    values that moved to host memory, to make room. returned_bytes: those that came back when there was room.
+    copied_bytes: what chunks of prefill copied back, for as long as they ran. asked, found: tiles (one KV head of a
+    page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that
+    were in it. host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer,
+    as dense ones do, are left out.
     """
 
     device_pages: int
@@ -67,23 +68,26 @@ class PoolStats:
 BACK = 16
 """How many pages come back to the device at a time: 117 MB of a 7B model."""
 MANY = 16
-"""From so many pages on, those that have to move before a program go by plain copies, which the host waits for. A program that moves them
-writes to host memory by a kernel, and plain copies that run beside it take nine times as long."""
+"""From so many pages on, those that have to move before a program go by plain copies, which the host waits for. A
+program that moves them writes to host memory by a kernel, and plain copies that run beside it take nine times as
+long."""
 EXCHANGED = 64
-"""How many pages change places before a step. A step waits for them, so they are few; a dense one reads each over the bus otherwise."""
+"""How many pages change places before a step. A step waits for them, so they are few; a dense one reads each over the
+bus otherwise."""
 
 
 class Pool:
     """The layers' pages. Every step consumes them (they are donated) and returns them.
 
-    frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id. shards: of the mesh
-    over which layers are split; None: one device. copied_bytes: what chunks of prefill copied from host memory.
-    beside: where to put what steps read beside the pages; None: wherever JAX puts it.
+    frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id.
+    shards: of the mesh over which layers are split; None: one device. copied_bytes: what chunks of prefill copied from
+    host memory. beside: where to put what steps read beside the pages; None: wherever JAX puts it.
     """
 
     def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
         self.frames, self.spec, self.shards = dict(frames or {}), spec, shards
-        # With several processes device_put would compare the arrays of all of them: they are left to each program's call.
+        # With several processes device_put would compare the arrays of all of them: they are left to each program's
+        # call.
         beside = place_beside(layers)
         self.beside = beside if self.frames or (shards is not None and beside.is_fully_addressable) else None
         self._layers = self.put(layers) if self.frames else layers
@@ -122,13 +126,15 @@ class Pool:
         self._layers = layers
 
     def put(self, arrays: Any) -> Any:
-        """What a step reads beside the pages, on their device, or on each of the mesh. Arrays that span two memories are committed to their
-        device, and so is everything that a program makes of them. If what the host makes anew were not, each program would be compiled for
-        both. What is not on all devices of a mesh would be copied there in each step."""
+        """What a step reads beside the pages, on their device, or on each of the mesh. Arrays that span two memories
+        are committed to their device, and so is everything that a program makes of them. If what the host makes anew
+        were not, each program would be compiled for both. What is not on all devices of a mesh would be copied there in
+        each step."""
         return jax.device_put(arrays, self.beside)
 
     def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
-        """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
+        """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its
+        result to `keep`."""
         layers = self.layers[first:last]
         for name, frames in self.frames.items():
             if frames.changed:
@@ -138,7 +144,8 @@ class Pool:
         return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else None)
 
     def as_it_is(self, tables: dict[str, Any], lengths: Any) -> Cache:
-        """What a step over all layers takes, for its shapes alone: changes nothing, so that another thread may call it."""
+        """What a step over all layers takes, for its shapes alone: changes nothing, so that another thread may call
+        it."""
         residency = {
             name: self._residency.get(name) or Residency(self.put(frames.frame_of.copy()), frames.counts.border)
             for name, frames in self.frames.items()
@@ -146,7 +153,8 @@ class Pool:
         return Cache(self._layers, tables, lengths, self.spec, residency, self._hot)
 
     def keep(self, cache: Cache, latest: Array, first: int = 0, last: int | None = None) -> tuple[Layers, Array]:
-        """For `run`: all pages, those of layers [first, last) taken from a step's result. latest: another of its outputs."""
+        """For `run`: all pages, those of layers [first, last) taken from a step's result. latest: another of its
+        outputs."""
         self._residency |= cache.residency
         self._hot = cache.hot or self._hot
         layers = self._layers
@@ -179,20 +187,21 @@ class Pool:
         return sum(frames.moved + frames.returned for frames in self.frames.values())
 
     def bind(self, pages: Mapping[str, Sequence[int]], *, wait: bool = True) -> None:
-        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped. wait: as in `Frames.bind`."""
+        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped. wait: as in
+        `Frames.bind`."""
         for name, frames in self.frames.items():
             frames.bind(pages.get(name, ()), wait=wait)
 
     def copy_ahead(self, group: str, sealed: Collection[int], count: int) -> None:
-        """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find room on the device.
-        No program that is launched from now on may write to them, unless they are bound again."""
+        """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find
+        room on the device. No program that is launched from now on may write to them, unless they are bound again."""
         _ = self.layers  # pages that the next program waits for leave first
         self._moving.add(group, self.frames[group].copy_ahead(sealed, count))
 
     def bring_back(self, sealed: Callable[[str], Iterable[int]]) -> None:
-        """If the device has room, begin to copy sealed pages back there. If it has none, but pages that no sequence holds, they change
-        places: before the next program that is launched. sealed: those of a layer group, the first ones to come first. No program that is
-        launched from now on may write to them, unless they are bound again."""
+        """If the device has room, begin to copy sealed pages back there. If it has none, but pages that no sequence
+        holds, they change places: before the next program that is launched. sealed: those of a layer group, the first
+        ones to come first. No program that is launched from now on may write to them, unless they are bound again."""
         for name, frames in self.frames.items():
             if frames.room:
                 _ = self.layers  # moves that wait may read the frames that are free
@@ -203,8 +212,8 @@ class Pool:
                     self._move(name, moves)
 
     def advance_copies(self) -> None:
-        """Begin copies that were asked for, and let pages that have come back be on the device, as far as this needs no waiting. For the
-        beginning of a step, before it asks where pages are."""
+        """Begin copies that were asked for, and let pages that have come back be on the device, as far as this needs no
+        waiting. For the beginning of a step, before it asks where pages are."""
         if self.frames:
             self._moving.start()
             for frames in self.frames.values():
@@ -223,7 +232,8 @@ class Pool:
         return int((frames.frame_of[np.fromiter(pages, np.int64, len(pages))] >= frames.counts.border).sum())
 
     def frames_of(self, group: str, pages: Any) -> Int[np.ndarray, "..."]:
-        """The frames of pages of a layer group, which must have some. Ids outside the pool, which writes skip, stay as they are."""
+        """The frames of pages of a layer group, which must have some. Ids outside the pool, which writes skip, stay as
+        they are."""
         pages = np.asarray(pages, np.int32)
         if group not in self.frames:
             return pages
@@ -237,7 +247,8 @@ class Pool:
         return found
 
     def copy(self, sources: Mapping[str, int], targets: Mapping[str, int]) -> None:
-        """Copy one page of each layer group to another, which gets a frame. Nothing is copied where both are the same."""
+        """Copy one page of each layer group to another, which gets a frame. Nothing is copied where both are the
+        same."""
         self.bind({name: [target] for name, target in targets.items() if target != sources[name]})
 
         def of_layers(ids: Mapping[str, int]) -> list[tuple[np.int32, ...]]:
@@ -249,7 +260,8 @@ class Pool:
         self.run(copy_page, self.layers, source, target, source_frames, target_frames, self.shards, rows)
 
     def expect_none(self, missing: Array | None) -> None:
-        """Look at a chunk's count of missing pages as soon as it is known, without waiting for it. MissingPages for an earlier one."""
+        """Look at a chunk's count of missing pages as soon as it is known, without waiting for it. MissingPages for an
+        earlier one."""
         if missing is not None:
             self._missing.append(missing)
         while self._missing and (self._missing[0].is_ready() or len(self._missing) > 64):
@@ -341,10 +353,11 @@ class Pool:
         return any(device.platform == "cpu" for device in first_array(self._layers).devices())
 
     def run(self, step: Callable, *args: Any, kept: Callable[[Any], tuple[Layers, jax.Array]] | None = None, **kwargs: Any) -> Any:
-        """Call a jitted function that consumes the pages, and keep the pages that it returns. An error while tracing or compiling is raised
-        unchanged, and the pages stay. Raises as `check` does.
+        """Call a jitted function that consumes the pages, and keep the pages that it returns. An error while tracing or
+        compiling is raised unchanged, and the pages stay. Raises as `check` does.
 
-        kept: finds all pages in the result, and one of the call's outputs; None where the result is the pages of all layers.
+        kept: finds all pages in the result, and one of the call's outputs; None where the result is the pages of all
+        layers.
         """
         self.check()
         try:
@@ -361,10 +374,12 @@ class Pool:
         self._failure = self._failure or error
 
     def check(self, error: Exception | None = None) -> None:
-        """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are lost, or their content is invalid.
+        """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are lost, or their
+        content is invalid.
 
-        error: what the latest call raised. Without it this does not wait for the device: a call that is still running passes, and only the
-        first array is checked, because a call that fails after it has begun raises, or its outputs do.
+        error: what the latest call raised. Without it this does not wait for the device: a call that is still running
+        passes, and only the first array is checked, because a call that fails after it has begun raises, or its outputs
+        do.
         """
         layers = self._layers
         lost = first_array(layers).is_deleted() if error is None else any(leaf.is_deleted() for leaf in jax.tree.leaves(layers))
@@ -392,6 +407,7 @@ def place_beside(layers: Layers) -> jax.sharding.Sharding:
 
 
 def first_array(layers: Layers) -> jax.Array:
-    """The first array of the layers, without going through all of them. The first layer always has arrays of its own."""
+    """The first array of the layers, without going through all of them. The first layer always has arrays of its
+    own."""
     first = layers[0]
     return first.start if isinstance(first, SlotLayer) else first.pages.k

@@ -1,13 +1,14 @@
 """Pages that no sequence holds any more, found again by their content: the cache of prefixes.
 
-A prompt is cut into grains: pages, or whole chunks of prefill where a chunk's queries do not stand alone. Each grain has a digest of the
-digest before it, its tokens, and the policy that wrote it; the first one of everything else that bits depend on. So a grain's digest names
-all that its pages depend on, and a page that is found by it holds the bits that prefill would write.
+A prompt is cut into grains: pages, or whole chunks of prefill where a chunk's queries do not stand alone. Each grain
+has a digest of the digest before it, its tokens, and the policy that wrote it; the first one of everything else that
+bits depend on. So a grain's digest names all that its pages depend on, and a page that is found by it holds the bits
+that prefill would write.
 
-A page stays in the pool, which may span device and host memory, until others need its room. It is copied to disk as soon as it has been
-written, so that giving it up costs nothing. What the pool cannot hold in host memory (pages of windows and of meshes, and states of
-recurrent layers) is copied to a store there, too (`kvjax.cache.stores.host`). A state is copied at some borders of chunks, and only to
-stores.
+A page stays in the pool, which may span device and host memory, until others need its room. It is copied to disk as
+soon as it has been written, so that giving it up costs nothing. What the pool cannot hold in host memory (pages of
+windows and of meshes, and states of recurrent layers) is copied to a store there, too (`kvjax.cache.stores.host`). A
+state is copied at some borders of chunks, and only to stores.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ STATE_CHUNKS = 4
 
 
 class Place(NamedTuple):
-    """By what a page on the device is found: on which device of a mesh the first page of its prompt lies, and the page's key."""
+    """By what a page on the device is found: on which device of a mesh the first page of its prompt lies, and the
+    page's key."""
 
     first: int
     key: bytes
@@ -49,9 +51,10 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class Chain:
-    """What prefix a sequence begins with. root: the digest before the first grain. path: that of `kvjax.dispatch`, which root covers.
-    digests: of its full grains. length: how many of its first tokens are such as prefill of a new prompt writes them. firsts: by layer
-    group, on which device of a mesh its first page lies or is to lie (`Holder`)."""
+    """What prefix a sequence begins with. root: the digest before the first grain. path: that of `kvjax.dispatch`,
+    which root covers. digests: of its full grains. length: how many of its first tokens are such as prefill of a new
+    prompt writes them. firsts: by layer group, on which device of a mesh its first page lies or is to lie
+    (`Holder`)."""
 
     root: bytes
     path: str | None = None
@@ -65,9 +68,9 @@ class Chain:
 
 @dataclasses.dataclass
 class StoreStats:
-    """Pages of a store, how many of them are pinned, and what happened to them: found there, given up for others, bytes copied to it and
-    from it. The device and host memory share a page of the pool: it counts where it lies now, or lay then. What the pool moves between both
-    is in `PoolStats`."""
+    """Pages of a store, how many of them are pinned, and what happened to them: found there, given up for others, bytes
+    copied to it and from it. The device and host memory share a page of the pool: it counts where it lies now, or lay
+    then. What the pool moves between both is in `PoolStats`."""
 
     pages: int = 0
     pinned: int = 0
@@ -82,9 +85,9 @@ class StoreStats:
 class PrefixStats:
     """What the cache of prefixes did. All counts are since the engine was made.
 
-    prompts: how many were looked up; one that was begun twice counts twice. tokens: of these prompts. found_tokens: those of them that were
-    not prefilled. wait_s: seconds that fetching pages took. damaged: pages on disk that were dropped. exact: whether only pages are found
-    that a prompt would write itself, with the same bits.
+    prompts: how many were looked up; one that was begun twice counts twice. tokens: of these prompts. found_tokens:
+    those of them that were not prefilled. wait_s: seconds that fetching pages took. damaged: pages on disk that were
+    dropped. exact: whether only pages are found that a prompt would write itself, with the same bits.
     """
 
     prompts: int
@@ -117,8 +120,8 @@ class PrefixStats:
 class Prefixes:
     """The pages of prefixes. Pool, groups and indexes are the engine's.
 
-    grain: tokens that one digest covers, a multiple of the page size. host: for the layer groups of its `blocks`; None: if pages are in
-    host memory, they are the pool's.
+    grain: tokens that one digest covers, a multiple of the page size. host: for the layer groups of its `blocks`; None:
+    if pages are in host memory, they are the pool's.
     """
 
     def __init__(
@@ -144,8 +147,8 @@ class Prefixes:
         self._seen = PrefixStats(0, 0, 0, 0.0, 0, StoreStats(), StoreStats(), StoreStats())
 
     def chain(self, root: bytes, salt: str | None) -> Chain:
-        """That of a sequence without tokens. root: all that bits depend on besides tokens and prefill policies. salt: prompts of different
-        salts share no pages."""
+        """That of a sequence without tokens. root: all that bits depend on besides tokens and prefill policies. salt:
+        prompts of different salts share no pages."""
         key = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
         return Chain(hashlib.blake2b(root, key=key).digest(), dispatch.forced_path())
 
@@ -180,8 +183,8 @@ class Prefixes:
         )
 
     def adopt(self, sequence: Holder, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> int:
-        """Give a sequence without tokens the pages of the longest known prefix of `tokens`, at most all but the last token. Returns its
-        length in tokens; 0 if none is known, or if there are too few free pages.
+        """Give a sequence without tokens the pages of the longest known prefix of `tokens`, at most all but the last
+        token. Returns its length in tokens; 0 if none is known, or if there are too few free pages.
 
         how: position -> what writes the grain that begins there.
         """
@@ -206,7 +209,8 @@ class Prefixes:
         return chain.length
 
     def written(self, sequence: Holder, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> None:
-        """A sequence holds pages with these tokens from its beginning, written as `how` says. Keep those that are full."""
+        """A sequence holds pages with these tokens from its beginning, written as `how` says. Keep those that are
+        full."""
         chain.length = last = len(tokens)
         known = len(chain.digests)
         for start in range(known * self.hash_block, last - self.hash_block + 1, self.hash_block):
@@ -221,15 +225,18 @@ class Prefixes:
             self._keep(sequence, number, chain)
 
     def written_state(self, sequence: Holder, chain: Chain) -> None:
-        """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a border of chunks."""
+        """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a
+        border of chunks."""
         border = chain.length % (STATE_CHUNKS * self._page_manager.chunk) == 0
         if chain.digests and border and chain.length == len(chain.digests) * self.hash_block:
             self._keep_states(sequence, chain.digests[-1])
 
     def pin(self, digests: list[bytes], length: int) -> int:
-        """Pin the prefix of these grains: all of them, or up to the last border at which a state is kept. Returns its tokens.
+        """Pin the prefix of these grains: all of them, or up to the last border at which a state is kept. Returns its
+        tokens.
 
-        length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of `Pins.add`.
+        length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of
+        `Pins.add`.
         """
         border = STATE_CHUNKS * self._page_manager.chunk // self.hash_block if self.spec.state_groups else 1
         count = len(digests) // border * border
@@ -259,8 +266,8 @@ class Prefixes:
         return {name: _named(digests[-1], name, 0) for name in self.spec.state_groups}
 
     def places(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> dict[str, tuple[list[int], list[int]]]:
-        """Of the pages of these grains, by layer group: those on the device, and of those that are elsewhere the devices of a mesh that
-        they would be copied to. firsts: as in `Chain`. States are left out."""
+        """Of the pages of these grains, by layer group: those on the device, and of those that are elsewhere the
+        devices of a mesh that they would be copied to. firsts: as in `Chain`. States are left out."""
         found = {}
         for name, start in self._first(len(digests)).items():
             if name not in self.spec.row_groups:
@@ -302,7 +309,8 @@ class Prefixes:
         return {group.name: first_stored(group, count * self.hash_block) for group in self.spec.groups}
 
     def _found(self, digests: list[bytes], tokens: int | None) -> tuple[int, dict[str, int]]:
-        """The most grains whose pages are all there, and on which device of a mesh the first page of each group is to lie (`Chain.firsts`).
+        """The most grains whose pages are all there, and on which device of a mesh the first page of each group is to
+        lie (`Chain.firsts`).
 
         tokens: of the prompt; None: one that is not continued, whose pages lie where most of them are.
         """
@@ -328,7 +336,8 @@ class Prefixes:
         return range(self._page_manager.allocators[group].parts)
 
     def _known(self, group: str, digests: Sequence[bytes], first: int) -> int:
-        """The most grains whose pages of a group that keeps all tokens are there, for a prompt that begins on device `first`."""
+        """The most grains whose pages of a group that keeps all tokens are there, for a prompt that begins on device
+        `first`."""
         each = self.hash_block // self._page_size
         for count, digest in enumerate(digests):
             if not all(self._there(group, _named(digest, group, page), first) for page in range(each)):
@@ -336,11 +345,13 @@ class Prefixes:
         return len(digests)
 
     def _best_first(self, group: str, digests: Sequence[bytes], tokens: int | None) -> int | None:
-        """On which device of a mesh the first page of a prompt best lies, in a group that keeps all tokens; None if no page is known.
+        """On which device of a mesh the first page of a prompt best lies, in a group that keeps all tokens; None if no
+        page is known.
 
-        Where most of its beginning is found. But pages that it has for itself come after these, on the same devices for all prompts with
-        this beginning. If fewer than half as many pages would stay free there as after pages on other devices, and the difference is more
-        than the beginning takes, it begins elsewhere, once more. There is at most one copy of a beginning for each device.
+        Where most of its beginning is found. But pages that it has for itself come after these, on the same devices for
+        all prompts with this beginning. If fewer than half as many pages would stay free there as after pages on other
+        devices, and the difference is more than the beginning takes, it begins elsewhere, once more. There is at most
+        one copy of a beginning for each device.
         """
         devices, allocator = self._devices(group), self._page_manager.allocators[group]
         if len(devices) == 1:
@@ -363,9 +374,10 @@ class Prefixes:
         return other if fits and 2 * left[best] < left[other] and spent < gained else best
 
     def take(self, sequence: Holder, digests: list[bytes], firsts: Mapping[str, int], *, to_pin: bool = False) -> bool:
-        """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has none. OutOfPages if
-        there are too few free pages for those that have to be copied. to_pin: for a pin, which takes no states of recurrent layers. No
-        prompt has asked for its pages, so they do not count as found. firsts: as in `Chain`."""
+        """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has
+        none. OutOfPages if there are too few free pages for those that have to be copied. to_pin: for a pin, which
+        takes no states of recurrent layers. No prompt has asked for its pages, so they do not count as found. firsts:
+        as in `Chain`."""
         first = self._first(len(digests))
         names = [name for name in first if name != OPEN and (not to_pin or name not in self.spec.row_groups)]
         rows = {OPEN: [0]} if OPEN in first and not to_pin else {}  # for the pages to come: a prefix ends with a sealed one
@@ -405,8 +417,8 @@ class Prefixes:
         return True
 
     def _bring(self, group: str, keys: list[bytes], pages: list[int], *, counted: bool) -> bool:
-        """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead of the copies.
-        counted: whether they count as found."""
+        """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead
+        of the copies. counted: whether they count as found."""
         here = {} if self.host is None else {key: block for key in keys if (block := self.host.get(key)) is not None}
         reads: dict[bytes, Future] = {}
         for start in range(0, len(keys), PIECE):
@@ -425,7 +437,8 @@ class Prefixes:
         return True
 
     def _from_disk(self, group: str, key: bytes, read: Future | None) -> Block | None:
-        """A block that `read` has begun to read. It goes to the store in host memory, too, if that takes its layer group."""
+        """A block that `read` has begun to read. It goes to the store in host memory, too, if that takes its layer
+        group."""
         if read is None or (data := read.result()) is None:
             return None
         return self._to_host(key, data) if self.host in self._stores(group) else data
@@ -447,8 +460,8 @@ class Prefixes:
         return self._page_manager.parts_from(group, first, [number for number, key in enumerate(keys, start) if key not in but])
 
     def _keep(self, sequence: Holder, number: int, chain: Chain) -> None:
-        """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages sharded in turn, whoever wrote them: so
-        they are found on the device by the device where the sequence begins, too."""
+        """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages sharded in turn,
+        whoever wrote them: so they are found on the device by the device where the sequence begins, too."""
         each, digest = self.hash_block // self._page_size, chain.digests[number]
         for group in self.spec.groups:
             if group.name in self.spec.row_groups:
@@ -507,12 +520,14 @@ def _named(digest: bytes, group: str, place: int) -> bytes:
 
 
 SHARE = 2
-"""At most one page in so many of a store can be pinned. The others are left for everything else, so an engine can always run."""
+"""At most one page in so many of a store can be pinned. The others are left for everything else, so an engine can
+always run."""
 
 
 @dataclasses.dataclass(eq=False)
 class Pin:
-    """One pinned prefix. It holds pages as a sequence does. states: keys of its states of recurrent layers, by layer group."""
+    """One pinned prefix. It holds pages as a sequence does. states: keys of its states of recurrent layers, by layer
+    group."""
 
     length: int
     pages: PageIds
@@ -542,10 +557,11 @@ class Pins:
         return [each for pin in self._pins.values() for each in pin.states.items()]
 
     def add(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> int:
-        """Pin the prefix of these grains, all of which are known. Returns its tokens. Pinning it again changes nothing. firsts: on which
-        device of a mesh its first page lies (`Chain`).
+        """Pin the prefix of these grains, all of which are known. Returns its tokens. Pinning it again changes nothing.
+        firsts: on which device of a mesh its first page lies (`Chain`).
 
-        ValueError if more than one page in SHARE of a store would be pinned, or if a page turns out to be damaged; OutOfPages.
+        ValueError if more than one page in SHARE of a store would be pinned, or if a page turns out to be damaged;
+        OutOfPages.
         """
         prefixes, last = self._prefixes, digests[-1]
         if last in self._pins:

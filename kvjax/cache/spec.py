@@ -1,4 +1,5 @@
-"""A model's cache: which layers keep the same tokens, and what a page of each layer holds. Static; the model declares it."""
+"""A model's cache: which layers keep the same tokens, and what a page of each layer holds. Static; the model declares
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WHOLE = 1 << 30
 MAX_STEP_TOKENS = 16
 """The most tokens that a decode step may write to a sequence, including drafted ones."""
 OPEN = "open"
-"""Name of the layer group of open pages beside packed ones: one row of them holds those of a sequence, in all layers that pack."""
+"""Name of the layer group of open pages beside packed ones: one row of them holds those of a sequence, in all layers
+that pack."""
 
 
 def pages_of_step(page_size: int) -> int:
@@ -34,8 +36,8 @@ def pages_of_step(page_size: int) -> int:
 class GroupSpec:
     """Layers that keep the same tokens, and so share page tables.
 
-    page_size: tokens; WHOLE where one page, a row of state, holds a whole sequence. window: how many latest tokens its layers read, the
-    current one included; None: all.
+    page_size: tokens; WHOLE where one page, a row of state, holds a whole sequence. window: how many latest tokens its
+    layers read, the current one included; None: all.
     """
 
     name: str
@@ -52,9 +54,10 @@ class GroupSpec:
 class PagedSpec:
     """A layer that keeps keys and values of every KV head. dtype: of both, by name.
 
-    share_with: the number of the layer whose pages it reads, and then it keeps none; None: its own. Below 0: `CacheSpec.owners` has it.
-    copies: how many devices of a mesh keep each head (`CacheSpec.on_mesh`). k_packed, v_packed: how sealed pages are packed; None: they are
-    not. The pages of a layer that packs either are open until they are full, and then lie in its open rows.
+    share_with: the number of the layer whose pages it reads, and then it keeps none; None: its own. Below 0:
+    `CacheSpec.owners` has it. copies: how many devices of a mesh keep each head (`CacheSpec.on_mesh`). k_packed,
+    v_packed: how sealed pages are packed; None: they are not. The pages of a layer that packs either are open until
+    they are full, and then lie in its open rows.
     """
 
     group: str
@@ -88,7 +91,8 @@ class PagedSpec:
     def token_bytes(self, page_size: int, keys: float, opened: float = 0) -> float:
         """Bytes of keys and values of `keys` tokens, in all KV heads.
 
-        opened: how many of them, at most, lie in open pages, which are not packed. Scales of channels and pages count in proportion.
+        opened: how many of them, at most, lie in open pages, which are not packed. Scales of channels and pages count
+        in proportion.
         """
         own = min(keys, opened)
         each = sum(self._of_head(packed, page_size) for packed in self.formats)
@@ -112,8 +116,8 @@ class PagedSpec:
         frames: FrameCounts | None = None,
         rows: int = 0,
     ) -> LayerCache | None:
-        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in `empty_layer`. rows: of open
-        pages, where pages are packed."""
+        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in
+        `empty_layer`. rows: of open pages, where pages are packed."""
         if self.share_with is not None:
             return None
         if self.formats != (None, None):
@@ -174,20 +178,22 @@ class LatentSpec:
 class RecurrentSpec:
     """A recurrent layer (Gated DeltaNet): a row of state per sequence, and no pages of keys.
 
-    A row holds the state before the sequence's open page and, for each token of that page, the recurrence's inputs and what it wrote. The
-    state after any of these tokens is a fold over them. So `truncate` and dropped drafts cost nothing, and nothing is computed again. A
-    page is folded when the token after it is written.
+    A row holds the state before the sequence's open page and, for each token of that page, the recurrence's inputs and
+    what it wrote. The state after any of these tokens is a fold over them. So `truncate` and dropped drafts cost
+    nothing, and nothing is computed again. A page is folded when the token after it is written.
 
     Args:
         group: its layer group, whose page size is WHOLE.
         key_heads, value_heads, key_dim, value_dim: K, H, Dk and Dv of `pallas_kernels.gated_delta`.
         conv_width: W, taps of the convolution before it.
-        page_size: P, tokens of a page. A row holds the recurrence's inputs for them and for the drafted tokens after them.
+        page_size: P, tokens of a page. A row holds the recurrence's inputs for them and for the drafted tokens after
+            them.
         chunk: the most tokens of an inner chunk of prefill, on which its bits depend.
         dtype: that of the convolution's inputs, by name.
 
-    Bytes of a sequence and layer: 4 H Dk Dv of state, and for each of P + 15 tokens 2 K Dk + H Dv elements of dtype, 4 H Dv of corrections
-    and 8 H of gates. Qwen3.5-9B (K = 16, H = 32, D = 128, bfloat16, pages of 128): 2.1 + 4.8 MB; 24 such layers: 165 MB.
+    Bytes of a sequence and layer: 4 H Dk Dv of state, and for each of P + 15 tokens 2 K Dk + H Dv elements of dtype, 4
+    H Dv of corrections and 8 H of gates. Qwen3.5-9B (K = 16, H = 32, D = 128, bfloat16, pages of 128): 2.1 + 4.8 MB; 24
+    such layers: 165 MB.
     """
 
     group: str
@@ -218,7 +224,8 @@ class RecurrentSpec:
         return dataclasses.replace(self, key_heads=self.key_heads // tensor, value_heads=self.value_heads // tensor)
 
     def channel_order(self, tensor: int) -> Int[np.ndarray, " channels"]:
-        """The channels in the order in which `tensor` devices have them: each has queries, keys and values of its own heads."""
+        """The channels in the order in which `tensor` devices have them: each has queries, keys and values of its own
+        heads."""
         sections, start = [], 0
         for heads, dim in ((self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)):
             sections.append(np.arange(start, start + heads * dim).reshape(tensor, -1))
@@ -236,8 +243,8 @@ class RecurrentSpec:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> SlotLayer:
-        """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is nothing to
-        index, and nothing in host memory."""
+        """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is
+        nothing to index, and nothing in host memory."""
         rows = self.page_size + min(self.page_size, MAX_STEP_TOKENS) - 1
         gates = num_pages, rows, self.value_heads
         return SlotLayer(
@@ -259,7 +266,8 @@ LayerSpec = PagedSpec | LatentSpec | RecurrentSpec
 class CacheSpec:
     """The cache of a model: its layer groups, and what a page of each layer holds. It is the only source of sizes.
 
-    owners: for a slice of a model's layers, the earlier layers whose pages it reads; they are its layers -len(owners) to -1.
+    owners: for a slice of a model's layers, the earlier layers whose pages it reads; they are its layers -len(owners)
+    to -1.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -315,7 +323,8 @@ class CacheSpec:
         return self._named(self.layers[layer].group)
 
     def with_formats(self, formats: Sequence[tuple[PageFormat | None, PageFormat | None]]) -> CacheSpec:
-        """The same cache with sealed pages packed: formats of keys and values of each layer, (None, None) where it does not pack."""
+        """The same cache with sealed pages packed: formats of keys and values of each layer, (None, None) where it does
+        not pack."""
         layers = tuple(
             dataclasses.replace(layer, k_packed=k, v_packed=v) if (k, v) != (None, None) else layer
             for layer, (k, v) in zip(self.layers, formats, strict=True)
@@ -367,8 +376,8 @@ class CacheSpec:
     def empty(
         self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = (), frames: Mapping[str, FrameCounts] | None = None
     ) -> tuple[LayerCache | None, ...]:
-        """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: those of layers that read all
-        tokens. frames: where pages lie, for groups with pages in host memory."""
+        """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: those of
+        layers that read all tokens. frames: where pages lie, for groups with pages in host memory."""
         known, rows = frames or {}, pages.get(OPEN, 0)
         return tuple(
             self._empty(number, pages[layer.group], indexes, known.get(layer.group), rows) for number, layer in enumerate(self.layers)
@@ -377,8 +386,8 @@ class CacheSpec:
     def indexes_of(self, number: int, indexes: tuple[IndexSpec, ...]) -> tuple[IndexSpec, ...]:
         """Those of `indexes` that a layer keeps: those that it scans itself, or a layer that shares its pages does.
 
-        Layers with a window of their own, and recurrent ones, keep none, and do not count (`IndexSpec.every`). Not for a slice of a
-        model's layers, which does not know how many are before it.
+        Layers with a window of their own, and recurrent ones, keep none, and do not count (`IndexSpec.every`). Not for
+        a slice of a model's layers, which does not know how many are before it.
         """
         choosing = [each for each in self.paged if self.group_of(each).window is None]
         places = [place for place, each in enumerate(choosing) if number in (each, self.layers[each].share_with)]
@@ -391,7 +400,8 @@ class CacheSpec:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
 
     def bytes_per_frame(self, group: str) -> int:
-        """Bytes of keys and values of one page of a group, in all layers that hold it: what moves between device and host memory."""
+        """Bytes of keys and values of one page of a group, in all layers that hold it: what moves between device and
+        host memory."""
         if group == OPEN:
             return 0
         layers = jax.eval_shape(lambda: [self._empty(number, 1, ()) for number in self.layers_of(group)])

@@ -38,9 +38,9 @@ def append(
 ) -> PagedKV:
     """Write the valid tokens at their positions, then seal each page whose last token is among them.
 
-    positions: tokens from the start of the sequence; those of one row are consecutive. A valid token whose page is not in the table is
-    dropped, not written elsewhere; the engine reserves pages beforehand, so it does not happen there. frames: of the table's pages, where
-    they are not their ids. See `pallas_kernels.append_tokens`.
+    positions: tokens from the start of the sequence; those of one row are consecutive. A valid token whose page is not
+    in the table is dropped, not written elsewhere; the engine reserves pages beforehand, so it does not happen there.
+    frames: of the table's pages, where they are not their ids. See `pallas_kernels.append_tokens`.
     """
     kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in indexes)
     return PagedKV(*append_tokens(layer.pages, layer.index, k, v, positions, valid, page_table, kinds=kinds, frames=frames))
@@ -55,13 +55,14 @@ def append_latents(
     page_table: Int[Array, "B M"],
     frames: Int[Array, "B M"] | None = None,
 ) -> LatentPages:
-    """Write the valid tokens' latents and indexer keys at their positions, rounded to the pages' dtypes (`quantize_keys` for 8-bit keys).
+    """Write the valid tokens' latents and indexer keys at their positions, rounded to the pages' dtypes
+    (`quantize_keys` for 8-bit keys).
 
-    positions, valid, page_table, frames: as in `append`; a valid token whose page is not in the table is dropped. Under jit with the layer
-    donated the update is in place.
+    positions, valid, page_table, frames: as in `append`; a valid token whose page is not in the table is dropped. Under
+    jit with the layer donated the update is in place.
 
-    Keys must be finite where pages hold them in 8 bits: one element that is inf or NaN makes that token's key NaN, and so its scores, but
-    no other token's. Raises ValueError for shapes and dtypes that do not fit together.
+    Keys must be finite where pages hold them in 8 bits: one element that is inf or NaN makes that token's key NaN, and
+    so its scores, but no other token's. Raises ValueError for shapes and dtypes that do not fit together.
     """
     arrays = dispatch.signature(latents=latents, keys=keys, positions=positions, valid=valid, page_table=page_table)
     dim, index_dim = layer.pages.head_dim, layer.index[INDEXER].shape[2]
@@ -82,7 +83,8 @@ def append_latents(
         written[INDEXER], written[INDEXER_SCALES] = quantize_keys(keys)
     for name, rows in written.items():
         index[name] = index[name].at[page, offset].set(rows.astype(index[name].dtype), mode="drop")
-    # XLA may fuse the write into its readers. They would then read the pool as it was before, and need a copy of all of it.
+    # XLA may fuse the write into its readers. They would then read the pool as it was before, and need a copy of all of
+    # it.
     index = jax.lax.optimization_barrier(index)
     pages, _ = append_tokens(layer.pages, {}, latents[:, :, None], None, positions, valid, page_table, kinds=(), frames=frames)
     return LatentPages(pages, index)
@@ -113,10 +115,11 @@ def copy_page(
     shards: Shards | None = None,
     rows: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
 ) -> tuple[LayerCache | None, ...]:
-    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers.
+    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included.
+    DONATES layers.
 
-    source_frames, target_frames: of these pages; None: their ids. shards: of the mesh over which layers are split. rows: a row of open
-    pages, and the row to copy it to, where layers have some.
+    source_frames, target_frames: of these pages; None: their ids. shards: of the mesh over which layers are split.
+    rows: a row of open pages, and the row to copy it to, where layers have some.
     """
     source_frames, target_frames = source_frames or sources, target_frames or targets
 
@@ -139,8 +142,8 @@ def copy_page(
 def move_frames(
     layers: tuple[LayerCache | None, ...], sources: Int[Array, " n"], targets: Int[Array, " n"], *, numbers: tuple[int, ...]
 ) -> tuple[LayerCache | None, ...]:
-    """The layers `numbers` with the keys and values of frames `sources` copied to frames `targets`; targets below 0 are skipped. Rows
-    of indexes stay where they are. DONATES layers."""
+    """The layers `numbers` with the keys and values of frames `sources` copied to frames `targets`; targets below 0 are
+    skipped. Rows of indexes stay where they are. DONATES layers."""
     moved = list(layers)
     for number in numbers:
         pages = layers[number].pages

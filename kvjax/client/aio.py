@@ -55,7 +55,8 @@ class AsyncClient:
         await self.close()
 
     async def create_session(self, token_ids: Sequence[int] = (), *, policy: str | None = None) -> AsyncSession:
-        """A new session with an initial history, possibly empty. policy: a decode policy of the server; None: its first."""
+        """A new session with an initial history, possibly empty. policy: a decode policy of the server; None: its
+        first."""
         request = create_request(token_ids, policy)
         answer = await self.call("CreateSession", request)
         return AsyncSession(self, answer.session_id, len(request.token_ids))
@@ -119,8 +120,8 @@ class AsyncSession:
     def generate(self, *, timeout: float | None = None, heard: Heard | None = None, **sampling: Any) -> AsyncIterator[int]:
         """Generate tokens, as an asynchronous iterator of ids; arguments as of `kvjax.client.sync.Session.generate`.
 
-        heard: a `kvjax.client.shared.Heard` that gets finish_reason and the other figures. To break off, use `contextlib.aclosing`: then
-        the tokens that were iterated over join the history.
+        heard: a `kvjax.client.shared.Heard` that gets finish_reason and the other figures. To break off, use
+        `contextlib.aclosing`: then the tokens that were iterated over join the history.
         """
         timeout = arguments.seconds("timeout", timeout)
         heard = arguments.instance("heard", heard, (Heard,), "a kvjax.client.shared.Heard") or Heard()

@@ -1,4 +1,5 @@
-"""Checks of what callers give to sessions and clients, in process and over the wire: before anything is queued, sent or changed.
+"""Checks of what callers give to sessions and clients, in process and over the wire: before anything is queued, sent or
+changed.
 
 They import no JAX, so that a client needs none. All raise InvalidArgument, which names the argument and the value.
 """
@@ -72,7 +73,8 @@ def instance(name: str, value: Any, kinds: tuple[type, ...], said: str) -> Any:
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """The items of a list, an array or another iterable. Text, mappings and sets are none: their items are no row of token ids."""
+    """The items of a list, an array or another iterable. Text, mappings and sets are none: their items are no row of
+    token ids."""
     if isinstance(value, str | bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
         raise InvalidArgument(f"{name} must be a list of token ids, got {shown(value)}", field=name)
     try:

@@ -39,7 +39,8 @@ def chat_command(
     ] = None,
     token: Annotated[str | None, typer.Option(help="Bearer token, where the server wants one.", show_default=False)] = None,
 ) -> None:
-    """Chat with a server's model: each line of standard input goes to one session, and the answer is printed as it comes.
+    """Chat with a server's model: each line of standard input goes to one session, and the answer is printed as it
+    comes.
 
     Without --template, lines go to the model as they are. Ctrl-D ends the chat and its session.
     """

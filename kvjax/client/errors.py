@@ -12,8 +12,9 @@ MAX_PER_FIELD = 80
 
 
 class SessionError(Exception):
-    """The base of all. code: the name of the gRPC status. field: the field of the call that is wrong, "" for none. reason: for an ended
-    session, how it ended: "close", "ttl", "lru", "failed", or "unknown" if no such session is remembered; else ""."""
+    """The base of all. code: the name of the gRPC status. field: the field of the call that is wrong, "" for none.
+    reason: for an ended session, how it ended: "close", "ttl", "lru", "failed", or "unknown" if no such session is
+    remembered; else ""."""
 
     code: ClassVar[str] = "INTERNAL"
 

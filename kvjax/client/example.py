@@ -1,7 +1,7 @@
 """Twenty turns on one session: `python -m kvjax.client.example [ADDRESS] [MODEL]`.
 
-Each turn tells the model a pass key, and asks for it. A turn prefills only what is new: its own line, and the answer before it. The
-embedded model answers about five of the twenty wrongly.
+Each turn tells the model a pass key, and asks for it. A turn prefills only what is new: its own line, and the answer
+before it. The embedded model answers about five of the twenty wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ RIVERS = (
 
 
 def main(address: str = "127.0.0.1:50051", model: str = "needle", say: Callable[[str], None] = print) -> None:
-    """Talk to the server at `address`, and print each answer with the tokens that were prefilled for it. model: whose tokenizer to use."""
+    """Talk to the server at `address`, and print each answer with the tokens that were prefilled for it. model: whose
+    tokenizer to use."""
     tokenizer = load_tokenizer(model)
     stop = tokenizer(".", add_special_tokens=False)["input_ids"][:1]
     with Client(address) as client, client.create_session() as session:
@@ -45,8 +46,8 @@ def example_command(
     address: Annotated[str, typer.Argument(help="The server's host and port.")] = "127.0.0.1:50051",
     model: Annotated[str, typer.Argument(help="Whose tokenizer to use: 'needle', a folder, or a hub id.")] = "needle",
 ) -> None:
-    """Twenty turns on one session. Each tells the model a pass key, and asks for it. A turn prefills only what is new: its own line, and
-    the answer before it. The embedded model answers about five of the twenty wrongly."""
+    """Twenty turns on one session. Each tells the model a pass key, and asks for it. A turn prefills only what is new:
+    its own line, and the answer before it. The embedded model answers about five of the twenty wrongly."""
     try:
         main(address, model)
     except (SessionError, ValueError, OSError) as error:  # the last two: there is no such tokenizer

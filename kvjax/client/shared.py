@@ -13,8 +13,8 @@ from kvjax.client.wire import protocol, sampling_message
 from pallas_kernels.core.messages import shown
 
 REPEATABLE = frozenset(("AppendTokens", "CloseSession", "GetSessionInfo"))
-"""Calls that may be sent again when the connection fails, because doing them twice does no more than doing them once. `at` makes it so for
-AppendTokens. A second CreateSession or ForkSession would make a second session."""
+"""Calls that may be sent again when the connection fails, because doing them twice does no more than doing them once.
+`at` makes it so for AppendTokens. A second CreateSession or ForkSession would make a second session."""
 FIRST_WAIT_S = 0.1
 """Before the first repetition; it doubles each time."""
 LONGEST_S = 10.0**9
@@ -25,10 +25,10 @@ LONGEST_S = 10.0**9
 class SessionInfo:
     """What `Session.info` tells, in process and through a server.
 
-    history_tokens: all tokens so far. cached_tokens: those that prefill has written to the cache. dropped_tokens: those that the window
-    has dropped from it. kv_live_bytes: bytes of the session's pages on the device; pages shared with a fork count in both. demoted: whether
-    they are in host memory or on disk instead. generating: whether a generation is under way. policy: the decode policy. violations: of
-    each invariant, in all sessions of the runtime, or the server.
+    history_tokens: all tokens so far. cached_tokens: those that prefill has written to the cache. dropped_tokens: those
+    that the window has dropped from it. kv_live_bytes: bytes of the session's pages on the device; pages shared with a
+    fork count in both. demoted: whether they are in host memory or on disk instead. generating: whether a generation is
+    under way. policy: the decode policy. violations: of each invariant, in all sessions of the runtime, or the server.
     """
 
     session_id: str
@@ -86,7 +86,8 @@ class Connection:
 
 
 def deadline(seconds: float | None) -> float | None:
-    """What gRPC takes as a deadline. It takes infinity, and a time that its clock does not hold, for one that has passed."""
+    """What gRPC takes as a deadline. It takes infinity, and a time that its clock does not hold, for one that has
+    passed."""
     return None if seconds is None or seconds > LONGEST_S else seconds
 
 
@@ -118,8 +119,8 @@ def info_of(session_id: str, answer: Any) -> SessionInfo:
 
 
 def error_text(error: Exception, address: str, option: str) -> str:
-    """What the user of a program reads of an error. gRPC's own message about a lost connection names its internals, so it is left out.
-    option: by which the address is given."""
+    """What the user of a program reads of an error. gRPC's own message about a lost connection names its internals, so
+    it is left out. option: by which the address is given."""
     if not isinstance(error, Unavailable):
         return str(error)
     if error.reason == "ending":

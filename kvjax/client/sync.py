@@ -43,7 +43,8 @@ class Client:
 
         self._closed = False
         self.connection = each = Connection(address, **options)
-        # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each token.
+        # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each
+        # token.
         given = [*each.options, (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)]
         if each.root_certificate is None:
             self._channel = grpc.insecure_channel(address, options=given)
@@ -65,7 +66,8 @@ class Client:
         self.close()
 
     def create_session(self, token_ids: Sequence[int] = (), *, policy: str | None = None) -> Session:
-        """A new session with an initial history, possibly empty. policy: a decode policy of the server; None: its first."""
+        """A new session with an initial history, possibly empty. policy: a decode policy of the server; None: its
+        first."""
         request = create_request(token_ids, policy)
         answer = self.call("CreateSession", request)
         return Session(self, answer.session_id, len(request.token_ids))
@@ -106,8 +108,8 @@ class Client:
 
 
 class Session:
-    """One session of a server. length: of its history, as far as this client knows; calls fail where the server knows otherwise, so that
-    two clients that share a session notice."""
+    """One session of a server. length: of its history, as far as this client knows; calls fail where the server knows
+    otherwise, so that two clients that share a session notice."""
 
     def __init__(self, client: Client, session_id: str, length: int):
         self._client, self.id, self.length = client, session_id, length
@@ -128,10 +130,12 @@ class Session:
         return self.length
 
     def generate(self, *, timeout: float | None = None, **sampling: Any) -> Stream:
-        """Generate tokens, as an iterator of ids. sampling: max_new_tokens, temperature, seed and so on, as `kvjax.Session.generate`.
+        """Generate tokens, as an iterator of ids. sampling: max_new_tokens, temperature, seed and so on, as
+        `kvjax.Session.generate`.
 
-        The tokens join the history when the iteration ends. Where it is broken off, those that were iterated over do; if the server had
-        finished by then, all of them (`length` counts them). timeout: the deadline in seconds; None: none.
+        The tokens join the history when the iteration ends. Where it is broken off, those that were iterated over do;
+        if the server had finished by then, all of them (`length` counts them). timeout: the deadline in seconds; None:
+        none.
         """
         timeout = arguments.seconds("timeout", timeout)
         return Stream(self._client, self, generate_request(self.id, self.length, sampling), timeout)
@@ -151,7 +155,8 @@ class Session:
 
 
 class Stream(Heard):
-    """The tokens of one generation, as an iterator. finish_reason, prefill_tokens, dropped_tokens and history_tokens: known at the end."""
+    """The tokens of one generation, as an iterator. finish_reason, prefill_tokens, dropped_tokens and history_tokens:
+    known at the end."""
 
     def __init__(self, client: Client, session: Session, request: Any, timeout: float | None):
         super().__init__()

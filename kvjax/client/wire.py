@@ -1,7 +1,7 @@
 """The messages and calls of the protocol, made from its compiled description.
 
-runtime.binpb is made from runtime.proto by `tools/make_protocol.py`. There is no generated Python: that would need the very version of
-protobuf that generated it, or a newer one.
+runtime.binpb is made from runtime.proto by `tools/make_protocol.py`. There is no generated Python: that would need the
+very version of protobuf that generated it, or a newer one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One call of the service. path: its name in HTTP/2. request, response: message types. streams: whether requests, responses stream."""
+    """One call of the service. path: its name in HTTP/2. request, response: message types. streams: whether requests,
+    responses stream."""
 
     name: str
     path: str
@@ -38,7 +39,8 @@ class Method:
 
 @functools.cache
 def protocol() -> SimpleNamespace:
-    """The message types of the protocol by name, and `methods`, a dict of `Method`. MissingExtra without the extra `server`."""
+    """The message types of the protocol by name, and `methods`, a dict of `Method`. MissingExtra without the extra
+    `server`."""
     needs_extras("a client of kvjax serve", "server")
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -58,7 +60,8 @@ def protocol() -> SimpleNamespace:
 
 
 def sampling_message(fields: dict[str, Any]) -> Any:
-    """The message of a generation's sampling fields. InvalidArgument for a field that it does not have, or a value that is none."""
+    """The message of a generation's sampling fields. InvalidArgument for a field that it does not have, or a value that
+    is none."""
     fields, message = dict(fields), protocol().Sampling()
     stop = fields.pop("stop_token_ids", None)
     stop = stop if stop is None else token_ids("stop_token_ids", stop)

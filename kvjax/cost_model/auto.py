@@ -1,9 +1,9 @@
 """Policies `auto`: the fastest policy of those with evidence that they meet a fidelity level, or dense.
 
-For decoding, it is the one whose step the cost model predicts to be fastest; the host chooses from the lengths of the sequences that are
-decoded together. For prefill, it is the one that was measured to be fastest, chosen for each chunk of a prompt from the positions at which
-it starts and ends; the engine rounds them to whole chunks, so the choice does not depend on how a prompt is cut, nor on other prompts.
-Then the chosen policy's step is compiled and run.
+For decoding, it is the one whose step the cost model predicts to be fastest; the host chooses from the lengths of the
+sequences that are decoded together. For prefill, it is the one that was measured to be fastest, chosen for each chunk
+of a prompt from the positions at which it starts and ends; the engine rounds them to whole chunks, so the choice does
+not depend on how a prompt is cut, nor on other prompts. Then the chosen policy's step is compiled and run.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ from kvjax.policies.prefill.naming import parse_recorded_prefill
 logger = logging.getLogger(__name__)
 
 _calibrated: dict[tuple[str, tuple[str, ...], int], CostModel] = {}
-"""Cost models that this process has calibrated, by fingerprint, policies and page size. All engines on this device share them."""
+"""Cost models that this process has calibrated, by fingerprint, policies and page size. All engines on this device
+share them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The evidence and the cost model by which an `Auto` decides, for one model. If `cost` is None, every step is dense, and `lacking`
-    says why. `lacking` is empty where no policy but dense meets the level, so that no cost model was needed. weights: how they are packed,
-    as for `step_bytes`. tensor, context: of the engine's mesh."""
+    """The evidence and the cost model by which an `Auto` decides, for one model. If `cost` is None, every step is
+    dense, and `lacking` says why. `lacking` is empty where no policy but dense meets the level, so that no cost model
+    was needed. weights: how they are packed, as for `step_bytes`. tensor, context: of the engine's mesh."""
 
     config: ModelConfig
     dtype: str
@@ -83,7 +84,8 @@ class Bound:
 
 
 class _ByLevel(ByFields):
-    """What both kinds of `auto` share. A subclass has the fields `level` and `bound`, and the names of its `candidates`."""
+    """What both kinds of `auto` share. A subclass has the fields `level` and `bound`, and the names of its
+    `candidates`."""
 
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
@@ -134,23 +136,26 @@ class _ByLevel(ByFields):
 
 @dataclasses.dataclass(frozen=True)
 class Auto(_ByLevel, ChoosesDecode, Stateless):
-    """Chooses a decode policy for each step. level: how close to dense, by name or numbers (`kvjax.cost_model.evidence.parse_level`).
+    """Chooses a decode policy for each step. level: how close to dense, by name or numbers
+    (`kvjax.cost_model.evidence.parse_level`).
 
-    An engine binds it to its model. Pass `bound` to decide by another cost model or other evidence. Without evidence for the model or the
-    length, every step is dense, and the choice says so. The choice depends on the lengths of all sequences that `choose` gets. If results
-    must not depend on other sequences bit for bit, name a policy instead.
+    An engine binds it to its model. Pass `bound` to decide by another cost model or other evidence. Without evidence
+    for the model or the length, every step is dense, and the choice says so. The choice depends on the lengths of all
+    sequences that `choose` gets. If results must not depend on other sequences bit for bit, name a policy instead.
     """
 
     level: str = "assured"
     bound: Bound | None = None
 
     def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Auto:
-        """This policy for a model. Evidence is looked up by the model's fingerprint. If some policy has evidence that it meets the level,
-        a cost model is needed: the built-in cost model of this model and device, of launches of one step, or else a calibration. A
-        calibration runs steps for about 20 seconds, once in a process for a model, its candidates and a page size.
+        """This policy for a model. Evidence is looked up by the model's fingerprint. If some policy has evidence that
+        it meets the level, a cost model is needed: the built-in cost model of this model and device, of launches of one
+        step, or else a calibration. A calibration runs steps for about 20 seconds, once in a process for a model, its
+        candidates and a page size.
 
-        tensor, context: of the engine's mesh. Nothing is calibrated on a mesh of several devices: the cost model must have terms of a mesh
-        (`kvjax.cost_model.exchanges.ExchangeTerm`). ValueError if a cost model is needed there and has none.
+        tensor, context: of the engine's mesh. Nothing is calibrated on a mesh of several devices: the cost model must
+        have terms of a mesh (`kvjax.cost_model.exchanges.ExchangeTerm`). ValueError if a cost model is needed there and
+        has none.
 
         A policy that is bound already keeps its cost model and its evidence.
         """
@@ -164,7 +169,8 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
             named = OWN if callable(weights) else weights
             cost, lacking = known_cost_model(jax.local_devices()[0].device_kind, model.config, dtype, named), ""
             same = sizes_of(model.config), dtype, named, None, 1
-            # Another model's would be a guess, and one of longer launches leaves out the host's part, which may be the longer one.
+            # Another model's would be a guess, and one of longer launches leaves out the host's part, which may be the
+            # longer one.
             if cost is None or (cost.sizes, cost.dtype, cost.weights, cost.cache_format, cost.steps_per_launch) != same:
                 cost = None
             if cost is None and not bound.on_mesh:
@@ -186,9 +192,9 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
     def choose(self, lengths: Sequence[int], frames: FrameCounts | None = None) -> Choice:
         """The choice for one step over sequences of these lengths in tokens, the current token of each included.
 
-        frames: those of an engine with pages in host memory. Which pages lie there, and what is found in the hot buffer, is then computed
-        from sizes and the cost model's share of hits, never from what the engine holds at the moment. Of these sequences as many count as
-        its pool holds.
+        frames: those of an engine with pages in host memory. Which pages lie there, and what is found in the hot
+        buffer, is then computed from sizes and the cost model's share of hits, never from what the engine holds at the
+        moment. Of these sequences as many count as its pool holds.
         """
         size = self._bound().page_size
         mean = sum(lengths) / len(lengths)
@@ -274,8 +280,8 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
 
 
 def _checked(auto: Auto) -> Auto:
-    """ValueError for a policy that would choose by times of one device on a mesh of several. Where nothing but dense is on record, no times
-    are needed."""
+    """ValueError for a policy that would choose by times of one device on a mesh of several. Where nothing but dense is
+    on record, no times are needed."""
     bound, names = auto.bound, auto.candidates
     if not bound.on_mesh or not names or (bound.cost is not None and bound.cost.exchanges is not None):
         return auto
@@ -295,7 +301,8 @@ def _checked(auto: Auto) -> Auto:
 class PrefillBound:
     """The data by which an `AutoPrefill` decides, for one model on one device.
 
-    times: those of this device. evidence: that about this model. unusable: policies that cannot use pages of this size, and why.
+    times: those of this device. evidence: that about this model. unusable: policies that cannot use pages of this size,
+    and why.
     """
 
     sizes: LayerSizes
@@ -313,10 +320,11 @@ class PrefillBound:
 
 @dataclasses.dataclass(frozen=True)
 class AutoPrefill(_ByLevel, ChoosesPrefill):
-    """Chooses a prefill policy for each chunk. level: how close to dense, by name or numbers (`kvjax.cost_model.evidence.parse_level`).
+    """Chooses a prefill policy for each chunk. level: how close to dense, by name or numbers
+    (`kvjax.cost_model.evidence.parse_level`).
 
-    An engine binds it to its model. Pass `bound` to decide by other times or other evidence. A chunk is dense if there is no evidence for
-    its length or no time on this device, and the choice says so.
+    An engine binds it to its model. Pass `bound` to decide by other times or other evidence. A chunk is dense if there
+    is no evidence for its length or no time on this device, and the choice says so.
     """
 
     queries_stand_alone = False  # the engine asks the chosen policy, not this one
@@ -327,13 +335,15 @@ class AutoPrefill(_ByLevel, ChoosesPrefill):
     def bind(
         self, model: Model, *, page_size: int, dtype: str, device: str | None = None, tensor: int = 1, context: int = 1
     ) -> AutoPrefill:
-        """This policy for a model, with the evidence of its fingerprint and the built-in times of a device (None: the first one here).
+        """This policy for a model, with the evidence of its fingerprint and the built-in times of a device (None: the
+        first one here).
 
         Nothing is timed. A policy that is bound already keeps its times and its evidence.
 
-        tensor, context: of the engine's mesh. Each device along tensor attends with its part of the heads, and exchanges the same for every
-        policy, so times of layers with as many heads count. Over context, pages are brought together and queries sharded, and nothing was
-        timed so: ValueError there, if there is anything to choose.
+        tensor, context: of the engine's mesh. Each device along tensor attends with its part of the heads, and
+        exchanges the same for every policy, so times of layers with as many heads count. Over context, pages are
+        brought together and queries sharded, and nothing was timed so: ValueError there, if there is anything to
+        choose.
         """
         if self.bound is not None:
             own = self.bound.sizes if tensor == 1 else layer_sizes(model.config.on_shards(tensor), dtype, page_size)
@@ -357,15 +367,16 @@ class AutoPrefill(_ByLevel, ChoosesPrefill):
 
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:
-        """Policies that may be chosen for some chunk: their evidence meets the level at some length, they are timed, and can use these
-        pages."""
+        """Policies that may be chosen for some chunk: their evidence meets the level at some length, they are timed,
+        and can use these pages."""
         bound = self._bound()
         timed = {name for each in bound.times for name, _ in each.seconds}
         return tuple(name for name in self._ever_qualified() if timed_as(name) in timed and name not in dict(bound.unusable))
 
     def choose(self, start: int, end: int) -> Choice:
-        """The choice for the chunk at positions [start, end) of its prompt, whether the prompt fills it or not. It uses evidence for
-        prompts of `end` tokens, and times at the chunk's middle. Its seconds are those of attention, per layer and token."""
+        """The choice for the chunk at positions [start, end) of its prompt, whether the prompt fills it or not. It uses
+        evidence for prompts of `end` tokens, and times at the chunk's middle. Its seconds are those of attention, per
+        layer and token."""
         return self._decide(start, end)
 
     def _indexes_of(self, name: str) -> tuple[IndexSpec, ...]:
@@ -451,10 +462,10 @@ def calibrate(
 ) -> CostModel:
     """Time dense and `policies` on this device, over a cache of zeros, and fit a cost model.
 
-    seconds: how long it may take, including compilation, in equal shares for the batches. It takes longer only if compiling and one round
-    of every policy at every length take longer. A batch is left out if half of its share is gone when its turn comes. Allocates pages
-    for the longest sequences that fit in half of the free memory. ValueError if fewer than two lengths fit, or if time does not grow with
-    bytes.
+    seconds: how long it may take, including compilation, in equal shares for the batches. It takes longer only if
+    compiling and one round of every policy at every length take longer. A batch is left out if half of its share is
+    gone when its turn comes. Allocates pages for the longest sequences that fit in half of the free memory. ValueError
+    if fewer than two lengths fit, or if time does not grow with bytes.
     """
     if any(isinstance(parse(name), ChoosesDecode) for name in policies):
         raise ValueError("a calibration times single policies, and auto chooses among several: name those")
@@ -475,8 +486,8 @@ def calibrate(
 
 
 def _timed_cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:
-    """Times every policy at every length, in rounds, until the clock shows `until`. All lengths have page tables of one width, so each
-    policy is compiled once."""
+    """Times every policy at every length, in rounds, until the clock shows `until`. All lengths have page tables of one
+    width, so each policy is compiled once."""
     lengths = _timed_lengths(model, page_size, batch, names)
     pages = batch * (lengths[-1] // page_size)
     engine = Engine(model, "dense", policies=names, pages=pages, page_size=page_size, prefill_chunk=page_size, batch_buckets=(batch,))
@@ -506,8 +517,8 @@ def _timed_cells(model: Model, names: Sequence[str], page_size: int, batch: int,
 
 
 def _timed_lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> list[int]:
-    """Lengths in tokens, ascending, each a number of whole pages: the longest that the model's positions and half of the free memory
-    allow, and fractions of it."""
+    """Lengths in tokens, ascending, each a number of whole pages: the longest that the model's positions and half of
+    the free memory allow, and fractions of it."""
     indexes = tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
     fit_in = memory_plan(model.config, page_size=page_size, indexes=indexes, weights_bytes=0).pages_that_fit // 2
     longest = min(min(MAX_LENGTH, model.config.max_positions) // page_size, fit_in // batch)

@@ -1,8 +1,9 @@
 """The bytes that a decode step has to read, computed from the configuration alone.
 
-Source: the memory-traffic model of "Attention Pays Its Bill" (BRL-2026-07, section 2). Counted are the weights, the keys and values that
-attention reads, the index rows that the selector scans, and the states of recurrent layers. Activations, logits, the new token's keys and
-values, and page tables are left out, because they are less than a thousandth of the total.
+Source: the memory-traffic model of "Attention Pays Its Bill" (BRL-2026-07, section 2). Counted are the weights, the
+keys and values that attention reads, the index rows that the selector scans, and the states of recurrent layers.
+Activations, logits, the new token's keys and values, and page tables are left out, because they are less than a
+thousandth of the total.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from pallas_kernels.core.page_format import CODES
 class StepBytes:
     """Bytes that one step reads: `weights`, `kv`, `index`, and `states` of recurrent layers.
 
-    Of `kv`, in an engine with pages in host memory: in_place: read there, over the bus. listed: of pages there, looked up in the hot
-    buffer; those not found are copied over the bus first, and all are read on the device. hot_layers: layers that look up lists in a hot
-    buffer.
+    Of `kv`, in an engine with pages in host memory: in_place: read there, over the bus. listed: of pages there, looked
+    up in the hot buffer; those not found are copied over the bus first, and all are read on the device. hot_layers:
+    layers that look up lists in a hot buffer.
     """
 
     weights: int
@@ -76,28 +77,32 @@ def step_bytes(
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
-    dtype: of what is not packed, and of the index (None: the model's compute_dtype). weights: how matrices are packed, as in `kvjax.load`,
-    or a function that says it; None: they are not. cache_format: how full pages are packed (`kvjax.cache.formats`); None: they are not.
-    Scales count, those of channels and pages in proportion to the tokens that are read; the open page of each sequence is not packed.
-    page_size: tokens. Every weight is read once, whatever the batch; but if the embedding is not also the head, only one row of it per
-    sequence. Index rows are counted for whole pages, in layers where the policy selects. Of `Cascade`, codes are counted for the
-    shortlist, and as kv the cache's own keys that it reads to choose, once more than attention reads them. Sink and local keys count
-    once where `selected_attention` chooses, as its launch on Hopper GPUs reads them; on other devices, and for inputs that this kernel
-    refuses, plain XLA reads them twice. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
+    dtype: of what is not packed, and of the index (None: the model's compute_dtype). weights: how matrices are packed,
+    as in `kvjax.load`, or a function that says it; None: they are not. cache_format: how full pages are packed
+    (`kvjax.cache.formats`); None: they are not. Scales count, those of channels and pages in proportion to the tokens
+    that are read; the open page of each sequence is not packed. page_size: tokens. Every weight is read once, whatever
+    the batch; but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for
+    whole pages, in layers where the policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the
+    cache's own keys that it reads to choose, once more than attention reads them. Sink and local keys count once where
+    `selected_attention` chooses, as its launch on Hopper GPUs reads them; on other devices, and for inputs that this
+    kernel refuses, plain XLA reads them twice. In layers of latents, the indexer's key of every token is counted, if
+    the policy ranks by it.
 
-    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a run), in place of what the policy says.
-    `Cascade` with a share says only the most that it may read.
+    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a run), in place of
+    what the policy says. `Cascade` with a share says only the most that it may read.
 
-    frames: those of an engine with pages in host memory (`kvjax.engine.memory.pool_frames`). The pages that the device has no frames
-    for are the first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they
-    count as spread evenly. Packed pages are there as codes and scales; open pages are on the device.
+    frames: those of an engine with pages in host memory (`kvjax.engine.memory.pool_frames`). The pages that the device
+    has no frames for are the first ones of each sequence. Of a list, as many keys lie there as the policy's
+    `keys_among` says; without that method they count as spread evenly. Packed pages are there as codes and scales; open
+    pages are on the device.
 
-    tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages, all open ones among them. Of a list,
-    each device along `context` reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade`
-    chooses. Where devices hold the same KV heads, each reads them.
+    tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages, all open ones among
+    them. Of a list, each device along `context` reads an equal share, as if listed keys were spread evenly; so it does
+    of codes and keys by which `Cascade` chooses. Where devices hold the same KV heads, each reads them.
 
-    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with a mesh, and heads or MLP columns
-    that do not divide; NotImplementedError for a policy that does not say what it reads, and for `Cascade` with frames.
+    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with a mesh, and heads
+    or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads, and for
+    `Cascade` with frames.
     """
     _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, frames)
     stored = dataclasses.replace(config, compute_dtype=config.compute_dtype if dtype is None else _name(dtype))
@@ -169,7 +174,8 @@ def _check(policy: DecodePolicy, sizes: dict[str, int], frames: FrameCounts | No
 
 @functools.lru_cache(maxsize=256)
 def _weights_read(config: ModelConfig, weights: str | FormatOf | None, batch: int, tensor: int) -> int:
-    """Bytes of weights that a step reads on one device: all, but only a row of the embedding for each sequence if it is not the head."""
+    """Bytes of weights that a step reads on one device: all, but only a row of the embedding for each sequence if it is
+    not the head."""
     format_of = format_function(weights)
     total = weights_bytes(config, format_of, tensor=tensor)
     if config.tie_embeddings:
@@ -181,8 +187,8 @@ def _weights_read(config: ModelConfig, weights: str | FormatOf | None, batch: in
 
 
 def pages_on_host(frames: FrameCounts, length: int, batch: int = 1, page_size: int = 128) -> int:
-    """How many pages of `batch` sequences of `length` tokens lie in host memory, if these frames hold nothing else. The device keeps the
-    newest pages."""
+    """How many pages of `batch` sequences of `length` tokens lie in host memory, if these frames hold nothing else. The
+    device keeps the newest pages."""
     return max(0, batch * -(-length // page_size) - frames.device)
 
 

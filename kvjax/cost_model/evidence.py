@@ -1,12 +1,13 @@
 """Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
-The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax evaluate`: {"rows": [...]},
-each an `Evidence`. (The committed rows were measured with an earlier kind of fingerprint. Only the fingerprints were computed again.)
+The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax
+evaluate`: {"rows": [...]}, each an `Evidence`. (The committed rows were measured with an earlier kind of fingerprint.
+Only the fingerprints were computed again.)
 
-Evidence about prefill policies is `prefill_evidence.json`, in the same format, from the JSON of `kvjax recall` and of `kvjax needle
---prefill`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can qualify a policy. Needles
-are looked for by dense decoding after the prefill, which finds them after nearly any prefill. So their rows have no KL: they can refuse a
-policy, but never qualify one.
+Evidence about prefill policies is `prefill_evidence.json`, in the same format, from the JSON of `kvjax recall` and of
+`kvjax needle --prefill`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its
+KL can qualify a policy. Needles are looked for by dense decoding after the prefill, which finds them after nearly any
+prefill. So their rows have no KL: they can refuse a policy, but never qualify one.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ MIN_WINDOWS, MIN_STEPS = 5, 256
 """A run with fewer windows or steps is not evidence."""
 
 VALID_SHARE = 0.9
-"""A needle result counts only if at least this share of the needles is found after dense prefill. So with facts of prompt recall."""
+"""A needle result counts only if at least this share of the needles is found after dense prefill. So with facts of
+prompt recall."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
     """A level of agreement with dense.
 
-    kl: the largest allowed mean KL to dense, in nats, at the upper end of its interval. loss: the largest allowed share of what dense finds
-    (needles and other recorded tasks) that a policy loses, at the upper end of the one-sided 97.5% Wilson interval; 1: no such test.
+    kl: the largest allowed mean KL to dense, in nats, at the upper end of its interval. loss: the largest allowed share
+    of what dense finds (needles and other recorded tasks) that a policy loses, at the upper end of the one-sided 97.5%
+    Wilson interval; 1: no such test.
     """
 
     kl: float
@@ -76,9 +79,10 @@ def parse_level(text: str) -> Fidelity:
 class Evidence:
     """One row of a table.
 
-    fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. length: tokens. kl: upper end of
-    the 95% interval of the mean KL divergence of dense from the policy per forced step, in nats; None: not measured. valid: trials of the
-    task that dense answered. lost: those of them that the policy did not. Both are None if dense itself fails at any depth.
+    fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. length: tokens.
+    kl: upper end of the 95% interval of the mean KL divergence of dense from the policy per forced step, in nats; None:
+    not measured. valid: trials of the task that dense answered. lost: those of them that the policy did not. Both are
+    None if dense itself fails at any depth.
     """
 
     model: str
@@ -114,7 +118,8 @@ class Evidence:
         return None if self.valid is None else _wilson_high(self.lost, self.valid)
 
     def meets(self, level: Fidelity) -> bool:
-        """Whether the measured values meet the level. If dense itself fails the task, there is no loss, and only loss=1 is met."""
+        """Whether the measured values meet the level. If dense itself fails the task, there is no loss, and only loss=1
+        is met."""
         return (self.kl is None or self.kl <= level.kl) and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
 
 
@@ -137,9 +142,9 @@ def _wilson_high(lost: int, valid: int) -> float:
 def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[str, ...]:
     """Policies on record as meeting the level for sequences of `length` tokens.
 
-    Such a policy meets the level in every recorded task, at every recorded length up to the shortest one that is at least `length`, and has
-    a KL measurement at each of these lengths. Beyond its longest recorded length no policy qualifies, because a fixed budget keeps less of
-    a larger context (BRL-2026-07, section 8.4).
+    Such a policy meets the level in every recorded task, at every recorded length up to the shortest one that is at
+    least `length`, and has a KL measurement at each of these lengths. Beyond its longest recorded length no policy
+    qualifies, because a fixed budget keeps less of a larger context (BRL-2026-07, section 8.4).
     """
     by_policy: dict[str, dict[int, list[Evidence]]] = {}
     for row in rows:
@@ -158,7 +163,8 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
 
 
 def read_evidence(file: Path, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
-    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, and a missing, unknown or wrong field."""
+    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, and a missing, unknown
+    or wrong field."""
     remedy = "give a table that kvjax cost evidence wrote, or a new name"
     return read_list(file, "rows", lambda row: from_json(kind, row, "a row of evidence"), remedy)
 
@@ -178,9 +184,10 @@ def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
 def with_evaluation(rows: Sequence[Evidence], run: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:
     """The table with a run's measurements, which replace rows of the same fingerprint, policy and length.
 
-    run: the JSON of `kvjax evaluate` (kvjax.evaluation.report.summarize and its settings). source: the run's file. fingerprint: that of
-    the model, if the run's settings have none. If dense fails a task at some depth, the task is left out at that length. If dense fails
-    every task so, their rows have no counts. ValueError for a run with too little forced text, and for a missing field, which it names.
+    run: the JSON of `kvjax evaluate` (kvjax.evaluation.report.summarize and its settings). source: the run's file.
+    fingerprint: that of the model, if the run's settings have none. If dense fails a task at some depth, the task is
+    left out at that length. If dense fails every task so, their rows have no counts. ValueError for a run with too
+    little forced text, and for a missing field, which it names.
     """
     try:
         settings, added = run["settings"], []
@@ -213,7 +220,8 @@ def with_evaluation(rows: Sequence[Evidence], run: Mapping[str, Any], source: st
 
 
 def _name_to_record(name: str) -> str:
-    """The name of a built-in policy. ValueError for other policies, because another process could not make them from their names."""
+    """The name of a built-in policy. ValueError for other policies, because another process could not make them from
+    their names."""
     policy = parse_recorded(name)
     if not type(policy).__module__.startswith("kvjax.policies"):
         raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the run")
@@ -228,11 +236,13 @@ def _is_whole(dense: Mapping[str, Any]) -> bool:
 def with_results(
     rows: Iterable[PrefillEvidence], results: Iterable[tuple[str, Mapping[str, Any]]], model: tuple[str, str] | None = None
 ) -> tuple[PrefillEvidence, ...]:
-    """The table with the rows of `results`, (source, JSON object) each. If something was measured twice, the later result is used.
+    """The table with the rows of `results`, (source, JSON object) each. If something was measured twice, the later
+    result is used.
 
-    A row replaces that of the same fingerprint, policy, length and task. Left out are cells that a report marks as invalid, and policies
-    that are not built in. model: fingerprint and dtype of the model that was run, for results without a fingerprint. ValueError for such a
-    result if `model` is None, for another dtype, for too little text, and for the JSON of another command.
+    A row replaces that of the same fingerprint, policy, length and task. Left out are cells that a report marks as
+    invalid, and policies that are not built in. model: fingerprint and dtype of the model that was run, for results
+    without a fingerprint. ValueError for such a result if `model` is None, for another dtype, for too little text, and
+    for the JSON of another command.
     """
     table = {(row.fingerprint, row.policy, row.length, row.task): row for row in rows}
     added: list[tuple[str, PrefillEvidence]] = []
@@ -261,7 +271,8 @@ def _of_recall(report: Mapping[str, Any], source: str, model: tuple[str, str] | 
         mine = {row["policy"]: row for row in report["rows"] if row["length"] == cell["length"]}
         for policy, row in mine.items():
             if (name := names.get(policy)) is not None:
-                # Facts of one prompt are not independent. So counts are divided by the design effect, as for the report's own intervals.
+                # Facts of one prompt are not independent. So counts are divided by the design effect, as for the
+                # report's own intervals.
                 effect = max(1.0, row["against_dense"]["design_effect"])
                 valid = int(mine["dense"]["hits"] / effect)
                 counts = valid, min(valid, math.ceil(row["against_dense"]["lost"] / effect))

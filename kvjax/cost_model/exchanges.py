@@ -27,7 +27,8 @@ from pallas_kernels.selection.select_blocks import selection_width
 
 
 class Exchanges(NamedTuple):
-    """What a step exchanges: how often, the bytes that each device receives, and the layers that choose the best of several devices."""
+    """What a step exchanges: how often, the bytes that each device receives, and the layers that choose the best of
+    several devices."""
 
     count: int = 0
     received: float = 0.0
@@ -48,13 +49,16 @@ def step_exchanges(
     dtype: Any = None,
     page_size: int = 128,
 ) -> Exchanges:
-    """What a step of one token of `batch` sequences exchanges on a mesh; nothing on one device. How long the sequences are does not matter.
+    """What a step of one token of `batch` sequences exchanges on a mesh; nothing on one device. How long the sequences
+    are does not matter.
 
-    Along `tensor`: sums of the embedding and of every o and down projection, the logits, and how much was read in layers with lists. Along
-    `context`, in each layer that attends: outputs and their log-sum-exp, and where it chooses, the best blocks or tokens of each device.
+    Along `tensor`: sums of the embedding and of every o and down projection, the logits, and how much was read in
+    layers with lists. Along `context`, in each layer that attends: outputs and their log-sum-exp, and where it chooses,
+    the best blocks or tokens of each device.
 
-    dtype: of activations; None: the model's compute_dtype. Raises ValueError for heads or MLP columns that do not divide, and
-    NotImplementedError for policies other than dense, windows, the best blocks, cascades and the best tokens.
+    dtype: of activations; None: the model's compute_dtype. Raises ValueError for heads or MLP columns that do not
+    divide, and NotImplementedError for policies other than dense, windows, the best blocks, cascades and the best
+    tokens.
     """
     if type(policy) not in (Dense, Window, TopBlocks, Cascade, TopTokens):
         raise NotImplementedError(
@@ -83,7 +87,8 @@ def step_exchanges(
     count, received = 0, 0.0
     if tensor > 1:
         summed, sums, counts = batch * config.hidden_size * item, 1 + 2 * config.num_layers, 2 * len(copies)
-        # In small sums, and in those of two devices, every device gets the arrays of all others. Larger ones go round in a ring.
+        # In small sums, and in those of two devices, every device gets the arrays of all others. Larger ones go round
+        # in a ring.
         whole = tensor == 2 or tensor * summed <= GATHERED_BYTES
         each = summed * (tensor - 1) if whole else 2 * summed * (tensor - 1) / tensor
         logits = batch * -(-config.vocab_size // tensor) * 4
@@ -112,12 +117,13 @@ MEASURE_EXCHANGES = (
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeTerm:
-    """What the exchanges of a step cost: count * latency_s + bytes received / link_per_s + layers that choose * choose_s.
+    """What the exchanges of a step cost: count * latency_s + bytes received / link_per_s + layers that choose *
+    choose_s.
 
-    model: the name of the measured model. latency_s: seconds of one exchange, whatever its kind and its devices. link_per_s: bytes per
-    second that a device receives; None: bytes took no time that could be told. choose_s: seconds of a layer that chooses the best of
-    several devices; None: not measured. policies: those that were timed. measured: (tensor, context, batch, shortest, longest), lengths in
-    tokens. error: mean relative error of held-out steps.
+    model: the name of the measured model. latency_s: seconds of one exchange, whatever its kind and its devices.
+    link_per_s: bytes per second that a device receives; None: bytes took no time that could be told. choose_s: seconds
+    of a layer that chooses the best of several devices; None: not measured. policies: those that were timed. measured:
+    (tensor, context, batch, shortest, longest), lengths in tokens. error: mean relative error of held-out steps.
     """
 
     model: str

@@ -1,8 +1,8 @@
 """Fits cost models to measured steps, and measures their error on held-out steps.
 
-Bandwidth and c0 are fitted to dense steps of one device with everything on it, and c1 of each policy to its own. With these fixed, steps
-with pages in host memory give the term of the bus, and steps of several devices that of exchanges. All fits are least squares of relative
-errors, and no fitted value is negative.
+Bandwidth and c0 are fitted to dense steps of one device with everything on it, and c1 of each policy to its own. With
+these fixed, steps with pages in host memory give the term of the bus, and steps of several devices that of exchanges.
+All fits are least squares of relative errors, and no fitted value is negative.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ DEVICE, HOST, MESH = "device", "host", "mesh"
 """Kinds of cells: everything on one device; with pages in host memory; on several devices."""
 
 OWN_LISTS, RECORDED = "own", "recorded"
-"""Kinds of lists of a row of `benchmarks.tiers`: those that the policy chooses itself, of random keys; those of the embedded model."""
+"""Kinds of lists of a row of `benchmarks.tiers`: those that the policy chooses itself, of random keys; those of the
+embedded model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A measured step of `batch` sequences of `length` tokens. policy: its name. seconds: per step. bytes: those one device had to read.
+    """A measured step of `batch` sequences of `length` tokens. policy: its name. seconds: per step. bytes: those one
+    device had to read.
 
-    steps: of a launch. tensor, context, exchanges: of a mesh. device_bytes: of the cache, where pages lie in host memory; lists: the kind
-    of its lists; hits: the measured share of listed bytes there that the hot buffer held, None where nothing was listed.
+    steps: of a launch. tensor, context, exchanges: of a mesh. device_bytes: of the cache, where pages lie in host
+    memory; lists: the kind of its lists; hits: the measured share of listed bytes there that the hot buffer held, None
+    where nothing was listed.
     """
 
     length: int
@@ -79,7 +82,8 @@ GROUPS: dict[str, Callable[[Cell], Any]] = {
 
 
 class Key(NamedTuple):
-    """What one cost model is fitted to. weights, cache_format: how weights and pages are packed, by name; None: they are not."""
+    """What one cost model is fitted to. weights, cache_format: how weights and pages are packed, by name; None: they
+    are not."""
 
     device: str
     shape: str
@@ -97,9 +101,10 @@ def read_cells(
 ) -> dict[Key, list[Cell]]:
     """The measured cells of results of `kvjax bench decode` and `tiers`, by what a cost model is fitted to.
 
-    Rows that were skipped or failed are left out, and so are rows of one device of other launches than `steps_per_launch`. Of a cell that
-    was measured twice the later one counts, and on meshes that of most steps per launch. config_of: gives the model's configuration for a
-    shape's name and a number of layers. ValueError for a result of another command, and for rows whose bytes are not those counted here.
+    Rows that were skipped or failed are left out, and so are rows of one device of other launches than
+    `steps_per_launch`. Of a cell that was measured twice the later one counts, and on meshes that of most steps per
+    launch. config_of: gives the model's configuration for a shape's name and a number of layers. ValueError for a
+    result of another command, and for rows whose bytes are not those counted here.
     """
     groups: dict[Key, list[Cell]] = {}
     for run in sorted(runs, key=lambda run: run["provenance"]["date"]):
@@ -132,8 +137,8 @@ def _decode_cell(row: dict[str, Any], config: ModelConfig, packed: dict[str, Any
 
 
 def _tier_cell(row: dict[str, Any], config: ModelConfig, where: str) -> Cell | None:
-    """The cell of a row of `benchmarks.tiers`; None for packed pages, and for recorded lists with everything on the device, which another
-    op attends by."""
+    """The cell of a row of `benchmarks.tiers`; None for packed pages, and for recorded lists with everything on the
+    device, which another op attends by."""
     if row.get("cache_format"):
         return None
     if "asked_bytes" not in row:
@@ -153,7 +158,8 @@ def _tier_cell(row: dict[str, Any], config: ModelConfig, where: str) -> Cell | N
 
 
 def merged(cells: Iterable[Cell]) -> list[Cell]:
-    """One cell for each place, policy and kind of list: the last one measured, on meshes of those with most steps per launch."""
+    """One cell for each place, policy and kind of list: the last one measured, on meshes of those with most steps per
+    launch."""
     latest = {(*cell.place, cell.policy, cell.lists): cell for cell in sorted(cells, key=lambda cell: cell.steps)}
     return [latest[key] for key in sorted(latest)]
 
@@ -213,10 +219,11 @@ def _solve_device(cells: Sequence[Cell]) -> Terms:
 
 
 def _fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
-    """Coefficients >= 0 for which known + columns @ coefficients is closest to the times, by least squares of relative errors.
+    """Coefficients >= 0 for which known + columns @ coefficients is closest to the times, by least squares of relative
+    errors.
 
-    A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured ones. Columns of
-    zeros get 0.
+    A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured
+    ones. Columns of zeros get 0.
     """
     seconds, found = np.array([cell.seconds for cell in cells]), np.zeros(len(columns))
     told = [number for number, column in enumerate(columns) if column.any()]
@@ -227,8 +234,9 @@ def _fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> li
 
 
 def fit(cells: Sequence[Cell], config: ModelConfig, key: Key, *, source: str) -> CostModel:
-    """The cost model of one device and model, with the terms that its cells tell. Errors are those of cells held out one by one: of
-    speed-ups for one device, and for other terms the larger of the mean errors of times and of speed-ups."""
+    """The cost model of one device and model, with the terms that its cells tell. Errors are those of cells held out
+    one by one: of speed-ups for one device, and for other terms the larger of the mean errors of times and of
+    speed-ups."""
     cells = merged(cells)
     kinds, found, error = {cell.kind for cell in cells}, {}, {}
     for kind in (DEVICE, *sorted(kinds - {DEVICE})):
@@ -284,8 +292,8 @@ class Forecast(NamedTuple):
 def held_out(cells: Sequence[Cell], kind: str, by: str) -> list[Forecast]:
     """Predictions of every cell of a kind by a fit to all cells outside its group. by: a name in `GROUPS`.
 
-    A group is left out whole, including its dense rows. A cell is missing if its policy then has no c1. ValueError if the other cells
-    cannot be fitted, or no cell can be predicted.
+    A group is left out whole, including its dense rows. A cell is missing if its policy then has no c1. ValueError if
+    the other cells cannot be fitted, or no cell can be predicted.
     """
     group, found = GROUPS[by], []
     for key in dict.fromkeys(group(cell) for cell in cells if cell.kind == kind):
@@ -298,8 +306,8 @@ def held_out(cells: Sequence[Cell], kind: str, by: str) -> list[Forecast]:
 
 
 def errors(found: Sequence[Forecast]) -> dict[str, Any]:
-    """{"count": cells, "seconds": (mean, worst), "speedup": (mean, worst)}: relative errors of times, and of speed-ups over dense at the
-    same place (None without any)."""
+    """{"count": cells, "seconds": (mean, worst), "speedup": (mean, worst)}: relative errors of times, and of speed-ups
+    over dense at the same place (None without any)."""
     dense = {each.cell.place: each for each in found if each.cell.policy == "dense"}
     pairs = [(dense[each.cell.place], each) for each in found if each.cell.policy != "dense" and each.cell.place in dense]
     times = [abs(each.seconds / each.cell.seconds - 1) for each in found]
@@ -309,8 +317,8 @@ def errors(found: Sequence[Forecast]) -> dict[str, Any]:
 
 
 def regret(cells: Sequence[Cell]) -> float:
-    """Mean share of time that is lost by choosing on one device with a cost model that has not seen the place, against the fastest policy
-    there. ValueError if nothing can be chosen."""
+    """Mean share of time that is lost by choosing on one device with a cost model that has not seen the place, against
+    the fastest policy there. ValueError if nothing can be chosen."""
     cells, lost = [cell for cell in cells if cell.kind == DEVICE], []
     for place in dict.fromkeys(cell.place for cell in cells):
         here = {cell.policy: cell for cell in cells if cell.place == place}
@@ -327,8 +335,8 @@ def regret(cells: Sequence[Cell]) -> float:
 
 
 def checks(cells: Sequence[Cell]) -> dict[str, Any]:
-    """How good a fit is on cells that it has not seen: {"errors": {kind: {group: `errors`}}, "regret": `regret`}. Left out is what cannot
-    be held out: a group of all cells, or one without which nothing can be fitted."""
+    """How good a fit is on cells that it has not seen: {"errors": {kind: {group: `errors`}}, "regret": `regret`}. Left
+    out is what cannot be held out: a group of all cells, or one without which nothing can be fitted."""
     found: dict[str, Any] = {"errors": {}, "regret": None}
     for kind in dict.fromkeys(cell.kind for cell in cells):
         some = found["errors"].setdefault(kind, {})

@@ -1,8 +1,10 @@
-"""What a step costs in seconds: t = bytes / bandwidth + c0 + c1(policy), and one term each for the bus and for exchanges between devices.
+"""What a step costs in seconds: t = bytes / bandwidth + c0 + c1(policy), and one term each for the bus and for
+exchanges between devices.
 
-Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is the time of a step besides its bytes, for every policy. c1 is
-the time to select the blocks: a constant, and here also seconds per byte of index scanned. All of them belong to the device, the model and
-the engine that were measured. The terms of pages in host memory and of meshes of devices are ours, too.
+Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is the time of a step besides its bytes, for
+every policy. c1 is the time to select the blocks: a constant, and here also seconds per byte of index scanned. All of
+them belong to the device, the model and the engine that were measured. The terms of pages in host memory and of meshes
+of devices are ours, too.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ ASSUMABLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """c1 of a policy: seconds per step, and seconds per byte of index scanned, besides the byte's transfer (0 in the paper's form)."""
+    """c1 of a policy: seconds per step, and seconds per byte of index scanned, besides the byte's transfer (0 in the
+    paper's form)."""
 
     fixed: float
     per_byte: float = 0.0
@@ -62,9 +65,10 @@ FREE = Price(0.0)
 class BusTerm:
     """What pages in host memory cost: bytes over the bus / per_s + layers with a hot buffer * layer_s.
 
-    model: the name of the measured model. per_s: bytes per second. layer_s: seconds in which a layer looks up its list and launches copies;
-    None: not measured. hits: the share of listed bytes in host memory that the hot buffer holds; None: not measured. measured: (batch,
-    shortest, longest), lengths in tokens. error: mean relative error of held-out steps.
+    model: the name of the measured model. per_s: bytes per second. layer_s: seconds in which a layer looks up its list
+    and launches copies; None: not measured. hits: the share of listed bytes in host memory that the hot buffer holds;
+    None: not measured. measured: (batch, shortest, longest), lengths in tokens. error: mean relative error of held-out
+    steps.
     """
 
     model: str
@@ -86,8 +90,8 @@ class BusTerm:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a step costs. bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name. bus, exchanges: terms
-    of pages in host memory and of a mesh; None: not measured."""
+    """What a step costs. bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name.
+    bus, exchanges: terms of pages in host memory and of a mesh; None: not measured."""
 
     bytes_per_s: Rate
     c0: float
@@ -98,8 +102,8 @@ class Terms:
     def parts(
         self, moved: StepBytes, price: Price, exchanges: Exchanges = NO_EXCHANGES, hits: float = 0.0, layers: float = 1.0
     ) -> dict[str, float]:
-        """Seconds of a step by their cause. hits: the share of listed bytes that the hot buffer holds. layers: of the model, over those of
-        the measured one."""
+        """Seconds of a step by their cause. hits: the share of listed bytes that the hot buffer holds. layers: of the
+        model, over those of the measured one."""
         found = {"bytes": moved.from_device / self.bytes_per_s, "c0": self.c0 * layers}
         # The price per byte is not scaled, because the bytes of index already grow with the layers.
         found["c1"] = price.fixed * layers + price.per_byte * moved.index
@@ -123,8 +127,8 @@ class Terms:
 class Prediction:
     """Seconds of one step, and the bytes that one device reads.
 
-    projection: the reasons why the seconds are not interpolated between measurements; empty if they are. bus_bytes: those of the bytes that
-    come over the bus. parts: seconds by their cause, whose sum are the seconds.
+    projection: the reasons why the seconds are not interpolated between measurements; empty if they are. bus_bytes:
+    those of the bytes that come over the bus. parts: seconds by their cause, whose sum are the seconds.
     """
 
     seconds: float
@@ -138,11 +142,12 @@ class Prediction:
 class CostModel(Terms):
     """A fitted cost model. Static and hashable.
 
-    device: as JAX names it. model, sizes: the name and the sizes (`sizes_of`) of the measured model. dtype: of weights and cache, but for
-    those that were packed: weights, cache_format: how, by name; None: they were not. measured: (batch, shortest, longest), lengths in
-    tokens, ascending. error: mean relative error of the speed-up of steps that were held out. source: files of the measurements. assumed:
-    what was set by hand; every prediction is then a projection. steps_per_launch: of the measured launches. In launches of one step the
-    host may take longer than the device, so times of longer ones are not times of those.
+    device: as JAX names it. model, sizes: the name and the sizes (`sizes_of`) of the measured model. dtype: of weights
+    and cache, but for those that were packed: weights, cache_format: how, by name; None: they were not. measured:
+    (batch, shortest, longest), lengths in tokens, ascending. error: mean relative error of the speed-up of steps that
+    were held out. source: files of the measurements. assumed: what was set by hand; every prediction is then a
+    projection. steps_per_launch: of the measured launches. In launches of one step the host may take longer than the
+    device, so times of longer ones are not times of those.
     """
 
     device: str
@@ -190,10 +195,10 @@ class CostModel(Terms):
             frames: those of an engine with pages in host memory, as for `step_bytes`.
             tensor, context: of a mesh of devices.
 
-        For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result is a projection for
-        another model, dtype, packed weights or pages, for a mesh that was not measured, and outside the measured lengths and batches.
-        Raises ValueError for a policy without a price, frames without a term of the bus, and a mesh without a term of exchanges; and what
-        `step_bytes` and `step_exchanges` raise.
+        For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result
+        is a projection for another model, dtype, packed weights or pages, for a mesh that was not measured, and outside
+        the measured lengths and batches. Raises ValueError for a policy without a price, frames without a term of the
+        bus, and a mesh without a term of exchanges; and what `step_bytes` and `step_exchanges` raise.
         """
         policy = parse(policy)
         dtype = self.dtype if dtype is None else str(dtype)
@@ -224,8 +229,8 @@ class CostModel(Terms):
         return dense / sparse
 
     def price(self, policy: str | DecodePolicy) -> tuple[Price, tuple[str, ...]]:
-        """c1 of a policy, and why it is a projection (empty if it was measured). It may be interpolated between two measured budgets, but
-        is never extrapolated. ValueError for a policy without a price."""
+        """c1 of a policy, and why it is a projection (empty if it was measured). It may be interpolated between two
+        measured budgets, but is never extrapolated. ValueError for a policy without a price."""
         policy, found = parse(policy), self.find_price(parse(policy))
         names = ("dense", *dict(self.c1))
         if found is None:
@@ -236,7 +241,8 @@ class CostModel(Terms):
         return found, () if name_of(policy) in names else (f"c1 of {policy} is interpolated between measured budgets",)
 
     def how_to_measure(self, policies: str) -> str:
-        """The commands that fit a cost model of these formats and launches to policies besides dense, separated by commas."""
+        """The commands that fit a cost model of these formats and launches to policies besides dense, separated by
+        commas."""
         packed = ((f" --{name}", value) for name, value in (("weights", self.weights), ("cache-format", self.cache_format)) if value)
         launches = "" if self.steps_per_launch == 1 else f" --steps-per-launch {self.steps_per_launch}"
         measured = "".join(f"{option} {value}" for option, value in packed) + launches
@@ -248,8 +254,9 @@ class CostModel(Terms):
         return self.dtype + packed_text({"weights": self.weights, "cache_format": self.cache_format})
 
     def assuming(self, **given: float) -> CostModel:
-        """The projection with values set by hand, of the names and in the units of `ASSUMABLE`: another chip's bandwidth, c0=0, the bus of
-        another host. Every prediction of it says what was assumed. ValueError for other names, and where a term needs another one."""
+        """The projection with values set by hand, of the names and in the units of `ASSUMABLE`: another chip's
+        bandwidth, c0=0, the bus of another host. Every prediction of it says what was assumed. ValueError for other
+        names, and where a term needs another one."""
         if unknown := [name for name in given if name not in ASSUMABLE]:
             known = ", ".join(f"{name} ({unit})" for name, (unit, _) in ASSUMABLE.items())
             raise ValueError(f"{unknown[0]!r} cannot be assumed; there are {known}")
@@ -347,8 +354,8 @@ def _outside(measured: tuple[tuple[int, int, int], ...], length: int, batch: int
 
 
 def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | None:
-    """c1 of a block budget, interpolated in k between two measured budgets of the same kind of selection; None if it does not lie between
-    two."""
+    """c1 of a block budget, interpolated in k between two measured budgets of the same kind of selection; None if it
+    does not lie between two."""
     if not isinstance(policy, TopBlocks):
         return None
     kind = dataclasses.replace(policy, k=0)
@@ -364,13 +371,16 @@ def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | N
 
 
 PROJECTED_GAIN = 0.1
-"""The gain over dense that a projection must at least exceed, as a share. Every prediction must exceed the cost model's own error."""
+"""The gain over dense that a projection must at least exceed, as a share. Every prediction must exceed the cost model's
+own error."""
 
 
 def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection[str] = ()) -> str:
-    """The name of the fastest policy whose gain over dense exceeds the error, or "dense". A smaller gain may be no gain at all.
+    """The name of the fastest policy whose gain over dense exceeds the error, or "dense". A smaller gain may be no gain
+    at all.
 
-    seconds: by policy name, "dense" included. projected: policies whose time is a projection; their gain must exceed PROJECTED_GAIN too.
+    seconds: by policy name, "dense" included. projected: policies whose time is a projection; their gain must exceed
+    PROJECTED_GAIN too.
     """
     asked = {name: max(error, PROJECTED_GAIN) if name in projected else error for name in seconds}
     worth = [name for name in seconds if seconds["dense"] / seconds[name] > 1 + asked[name]]
@@ -378,8 +388,8 @@ def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection
 
 
 def sizes_of(config: ModelConfig) -> tuple[int, ...]:
-    """The sizes on which a step's cost depends: the `SIZES` of a model whose layers are all alike, or the sizes of every layer of another
-    model."""
+    """The sizes on which a step's cost depends: the `SIZES` of a model whose layers are all alike, or the sizes of
+    every layer of another model."""
     fields = uniform_fields(config)
     if fields is not None and not fields["windows"]:
         return tuple(int(fields[name]) for name in SIZES)
@@ -391,7 +401,8 @@ def sizes_of(config: ModelConfig) -> tuple[int, ...]:
 
 
 def load_cost_models(file: Path) -> tuple[CostModel, ...]:
-    """The cost models of a file that `kvjax cost fit --json` wrote; ValueError, with the file's name, for another file."""
+    """The cost models of a file that `kvjax cost fit --json` wrote; ValueError, with the file's name, for another
+    file."""
     advice = "give a file that kvjax cost fit --json wrote"
     models = read_list(file, "cost_models", lambda given: from_json(CostModel, given, "a cost model"), advice)
     if not models:
@@ -401,8 +412,9 @@ def load_cost_models(file: Path) -> tuple[CostModel, ...]:
 
 @functools.cache
 def known_cost_models() -> tuple[CostModel, ...]:
-    """The cost models inside the package, fitted to committed measurements, which each one's `source` names. Of a device, those of weights
-    and pages that are not packed come first, because `closest` takes the first of equal ones."""
+    """The cost models inside the package, fitted to committed measurements, which each one's `source` names. Of a
+    device, those of weights and pages that are not packed come first, because `closest` takes the first of equal
+    ones."""
     files = [file for file in (importlib.resources.files(__package__) / "fitted").iterdir() if file.name.endswith(".json")]
     return tuple(cost for file in sorted(files, key=lambda file: file.name.removesuffix(".json")) for cost in load_cost_models(file))
 
@@ -417,8 +429,8 @@ def known_cost_model(
 def closest(
     models: Sequence[CostModel], config: ModelConfig, dtype: str, weights: str | None = None, cache_format: str | None = None
 ) -> CostModel | None:
-    """The cost model of this model, dtype, weights and format of pages. If there is none, one that agrees in as many of these as possible,
-    in this order; of equal ones the first. None without any."""
+    """The cost model of this model, dtype, weights and format of pages. If there is none, one that agrees in as many of
+    these as possible, in this order; of equal ones the first. None without any."""
     asked = sizes_of(config), dtype, weights, parse_cache_format(cache_format, dtype)
 
     def agrees(cost: CostModel) -> tuple[bool, ...]:
@@ -429,10 +441,11 @@ def closest(
 
 
 def with_known(cost: CostModel, *terms: str) -> CostModel:
-    """The cost model with these terms ("bus", "exchanges") of a built-in one of its device, where it has none of its own and there is one.
+    """The cost model with these terms ("bus", "exchanges") of a built-in one of its device, where it has none of its
+    own and there is one.
 
-    They are the device's more than the model's. Still, predictions by terms that another model or other formats lend are projections: the
-    term's `model` then differs from the cost model's own."""
+    They are the device's more than the model's. Still, predictions by terms that another model or other formats lend
+    are projections: the term's `model` then differs from the cost model's own."""
     for name in terms:
         lender = next((each for each in known_cost_models() if each.device == cost.device and getattr(each, name) is not None), None)
         if getattr(cost, name) is None and lender is not None:

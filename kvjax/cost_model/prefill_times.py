@@ -1,7 +1,8 @@
 """Times of a prompt's attention by prefill policy and length. The prefill policy `auto` compares them.
 
-A `PrefillTimes` holds measured seconds of one layer's attention over whole prompts, as `benchmarks.prefill_ops` writes them, for one
-device and one size of layer. Those inside the package are in `prefill_times.json` in this folder, which `kvjax cost fit` wrote.
+A `PrefillTimes` holds measured seconds of one layer's attention over whole prompts, as `benchmarks.prefill_ops` writes
+them, for one device and one size of layer. Those inside the package are in `prefill_times.json` in this folder, which
+`kvjax cost fit` wrote.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class LayerSizes:
 
 
 def layer_sizes(config: ModelConfig, dtype: str, page_size: int) -> LayerSizes:
-    """The sizes of the first layer that attends to all tokens, because prefill policies choose blocks in such layers only."""
+    """The sizes of the first layer that attends to all tokens, because prefill policies choose blocks in such layers
+    only."""
     mixer = next((mixer for mixer in config.attention if mixer.window is None), config.attention[0])
     return LayerSizes(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, dtype, page_size)
 
@@ -58,9 +60,9 @@ class Quote(NamedTuple):
 class PrefillTimes:
     """Measured times. Static and hashable.
 
-    device: JAX's name for it. shape, sizes: the name and the sizes of what was measured. seconds: for each policy name, (tokens, seconds)
-    of whole prompts, ascending in both; "dense" is among them. error: half of the widest spread (10th to 90th percentile) of any time here,
-    as a share of its median. source: the files of the measurements.
+    device: JAX's name for it. shape, sizes: the name and the sizes of what was measured. seconds: for each policy name,
+    (tokens, seconds) of whole prompts, ascending in both; "dense" is among them. error: half of the widest spread (10th
+    to 90th percentile) of any time here, as a share of its median. source: the files of the measurements.
     """
 
     device: str
@@ -79,8 +81,8 @@ class PrefillTimes:
                 raise ValueError(f"times of longer prompts must be longer; those of {policy} on {self.device}, {self.shape}, are {points}")
 
     def quote(self, policy: str, start: int, end: int) -> Quote | None:
-        """The time of the tokens at positions [start, end). None if the policy has no time, or only one, of a prompt of fewer than `end`
-        tokens.
+        """The time of the tokens at positions [start, end). None if the policy has no time, or only one, of a prompt of
+        fewer than `end` tokens.
 
         If `end` is within the policy's `dense_tokens`, the time is that of dense.
         """
@@ -102,8 +104,8 @@ class PrefillTimes:
 
 
 def timed_as(policy: str) -> str:
-    """The name under which a built-in policy is timed: the policy's own name, without `dense_below`. That option does not change how long
-    the lists take."""
+    """The name under which a built-in policy is timed: the policy's own name, without `dense_below`. That option does
+    not change how long the lists take."""
     found = parse_recorded_prefill(policy)
     if not hasattr(found, "dense_below"):
         return policy
@@ -113,17 +115,17 @@ def timed_as(policy: str) -> str:
 def per_token(points: Sequence[tuple[int, float]], position: float) -> float:
     """Seconds that a token at a position adds, from (tokens, seconds) of whole prompts.
 
-    The mean slope between two measured prompts is taken as the slope at the position half-way between them; it is exact if time is a
-    quadratic function of length. Slopes at other positions are interpolated. Before the first of these positions and after the last, the
-    slope is constant.
+    The mean slope between two measured prompts is taken as the slope at the position half-way between them; it is exact
+    if time is a quadratic function of length. Slopes at other positions are interpolated. Before the first of these
+    positions and after the last, the slope is constant.
     """
     tokens, seconds = (np.array([0, *column], float) for column in zip(*points, strict=True))
     return float(np.interp(position, (tokens[1:] + tokens[:-1]) / 2, np.diff(seconds) / np.diff(tokens)))
 
 
 def nearest_quote(tables: Iterable[PrefillTimes], sizes: LayerSizes, policy: str, start: int, end: int) -> Quote | None:
-    """The quote for these sizes if they were measured, else a projection from the measured sizes that differ in the fewest fields. None if
-    no table can quote the policy."""
+    """The quote for these sizes if they were measured, else a projection from the measured sizes that differ in the
+    fewest fields. None if no table can quote the policy."""
     for times in sorted(tables, key=lambda times: _differences(times.sizes, sizes)):
         found = times.quote(policy, start, end)
         if found is not None:
@@ -137,11 +139,12 @@ def _differences(one: LayerSizes, other: LayerSizes) -> int:
 
 
 def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillTimes, ...]:
-    """Times from results of `benchmarks.prefill_ops`. results: (source, JSON object) of each. If a time was measured twice, the later
-    one is used.
+    """Times from results of `benchmarks.prefill_ops`. results: (source, JSON object) of each. If a time was measured
+    twice, the later one is used.
 
-    If a model's layers were timed together, each layer gets an equal part. Dense is what the engine runs: attention over pages. Policies
-    that are not built in are left out. ValueError for a file of another command, and for rows without dense.
+    If a model's layers were timed together, each layer gets an equal part. Dense is what the engine runs: attention
+    over pages. Policies that are not built in are left out. ValueError for a file of another command, and for rows
+    without dense.
     """
     points: dict[tuple[str, str, LayerSizes], dict[tuple[str, int], tuple[float, float, str]]] = {}
     source = ""
@@ -171,14 +174,15 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
 
 
 def _name(row: Mapping[str, Any]) -> str | None:
-    """The policy that a row times. None for a single step of a policy, for an op that the engine does not run, and for a policy that is not
-    built in."""
+    """The policy that a row times. None for a single step of a policy, for an op that the engine does not run, and for
+    a policy that is not built in."""
     if row["op"] == "dense":
         return "dense" if row["policy"] == "paged" else None
     name = built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
     if name is None or name == "dense":
         return name
-    # Rows of a model's layers run the policy as it is. If it attends to a prompt of this length densely, the row has no time of its lists.
+    # Rows of a model's layers run the policy as it is. If it attends to a prompt of this length densely, the row has no
+    # time of its lists.
     was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_recorded_prefill(name), "dense_tokens", 0)
     return None if was_dense else timed_as(name)
 

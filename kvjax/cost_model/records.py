@@ -1,6 +1,7 @@
 """Records that files hold: dataclasses that are checked, and read from JSON, by the types of their fields.
 
-A field is text, a number, a record, one of these or None, or a tuple. A tuple of pairs is an object in JSON, other tuples are lists.
+A field is text, a number, a record, one of these or None, or a tuple. A tuple of pairs is an object in JSON, other
+tuples are lists.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def check_record(record: Any, what: str) -> None:
 
 
 def from_json[T](kind: type[T], given: object, what: str) -> T:
-    """A record from its JSON object. ValueError names a field that is missing, unknown or of another type. what: the record, in words."""
+    """A record from its JSON object. ValueError names a field that is missing, unknown or of another type. what: the
+    record, in words."""
     names = types_of(kind)
     if not isinstance(given, dict) or set(given) != set(names):
         found = f"different here: {', '.join(sorted(set(names) ^ set(given)))}" if isinstance(given, dict) else f"got {shown(given)}"

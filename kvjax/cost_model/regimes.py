@@ -1,4 +1,5 @@
-"""Where sparse decoding pays: the speed-up that a cost model predicts over length and batch (BRL-2026-07, section 9)."""
+"""Where sparse decoding pays: the speed-up that a cost model predicts over length and batch (BRL-2026-07, section
+9)."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 class RegimeMap:
     """The speed-up of a policy's step over dense, by batch and length (tokens).
 
-    projected: whether a speed-up is not interpolated between measurements. fits: whether the cache fits in memory. model: the name of the
-    model whose steps these are, and what of it is packed; the cost model may have been measured on another. frames: of an engine with
-    pages in host memory; None: all lie on the device.
+    projected: whether a speed-up is not interpolated between measurements. fits: whether the cache fits in memory.
+    model: the name of the model whose steps these are, and what of it is packed; the cost model may have been measured
+    on another. frames: of an engine with pages in host memory; None: all lie on the device.
     """
 
     cost: CostModel
@@ -69,8 +70,8 @@ def regime_map(
 ) -> RegimeMap:
     """The speed-up of a policy at every length (tokens, ascending) and batch.
 
-    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the cost model's). options:
-    as for `CostModel.predict`; with frames, what fits is what these hold.
+    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the
+    cost model's). options: as for `CostModel.predict`; with frames, what fits is what these hold.
     """
     policy, frames = parse(policy), options.get("frames")
     if frames is not None and memory_bytes is not None:
@@ -97,7 +98,8 @@ def regime_map(
 def crossover(
     cost: CostModel, config: ModelConfig, policy: str | DecodePolicy, batch: int, *, longest: int = 2**24, **options: Any
 ) -> int | None:
-    """The length in tokens from which a policy is faster than dense at a batch; None if it is not faster at `longest` tokens."""
+    """The length in tokens from which a policy is faster than dense at a batch; None if it is not faster at `longest`
+    tokens."""
 
     def faster(length: int) -> bool:
         return cost.speedup(config, policy, length, batch, **options) > 1
@@ -111,8 +113,8 @@ CROSSINGS = ("policy", "batch", "faster than dense", "from")
 
 
 def crossing(cost: CostModel, config: ModelConfig, policy: str, batch: int, **options: Any) -> tuple[str, str, str, str]:
-    """The length from which a policy is faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`. options: as
-    for `CostModel.predict`."""
+    """The length from which a policy is faster than dense at a batch, and whether that was measured: the cells of
+    `CROSSINGS`. options: as for `CostModel.predict`."""
     start = crossover(cost, config, policy, batch, **options)
     if start is None:
         return policy, f"{batch}", "never", "-"
@@ -128,13 +130,14 @@ MARKED = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
 def draw(found: RegimeMap, axis: Axes) -> None:
-    """Draw the map on a matplotlib axis: blue where sparse is faster than dense, red where it is slower, a thick line at 1. Projections are
-    pale and beyond the dashed line. It is grey where the cache does not fit."""
+    """Draw the map on a matplotlib axis: blue where sparse is faster than dense, red where it is slower, a thick line
+    at 1. Projections are pale and beyond the dashed line. It is grey where the cache does not fit."""
     from matplotlib.colors import LogNorm
 
     shown = np.ma.array(found.speedup, mask=~found.fits)
     low, high = (float(shown.min()), float(shown.max())) if shown.count() else (1.0, 1.0)
-    # White is 1, and a loss is as far from white as a gain of the same factor. The colour bar shows only the values of the map.
+    # White is 1, and a loss is as far from white as a gain of the same factor. The colour bar shows only the values of
+    # the map.
     reach = max(2.0, high, 1 / low)
     projected = found.projected & found.fits
     alpha = np.where(projected, 0.45, 1.0)

@@ -15,8 +15,8 @@ from typing import Any, Concatenate, Protocol, Self
 
 
 class Lockstep(Protocol):
-    """What the first process and the others do at the same places of their schedulers. In the first process it sends, in the others it
-    receives."""
+    """What the first process and the others do at the same places of their schedulers. In the first process it sends,
+    in the others it receives."""
 
     def check_inside(self) -> None:
         """RuntimeError outside of the calls that all processes make."""
@@ -38,16 +38,19 @@ class Lockstep(Protocol):
 
 
 class Stopped(BaseException):
-    """What Ctrl-C is for the main thread, for others: their work is to end here. No error, so nothing takes it for one."""
+    """What Ctrl-C is for the main thread, for others: their work is to end here. No error, so nothing takes it for
+    one."""
 
 
 class Interrupts(contextlib.ContextDecorator):
-    """A context manager, or decorator, around long work in the main thread: Ctrl-C takes effect at the next safe place, and is never lost.
+    """A context manager, or decorator, around long work in the main thread: Ctrl-C takes effect at the next safe place,
+    and is never lost.
 
-    Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage collector (JAX has one), in a
-    `__del__` or in the callback of a weak reference, Python prints the exception and drops it. Inside the block, a first Ctrl-C is only
-    noted, and raised by `check`, at an interrupt point of a `CallLock`, or at the end of the block. A second one is raised at once. Blocks
-    may be nested. Nothing changes in other threads, nor where the caller has a handler of Ctrl-C of its own.
+    Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage collector (JAX
+    has one), in a `__del__` or in the callback of a weak reference, Python prints the exception and drops it. Inside
+    the block, a first Ctrl-C is only noted, and raised by `check`, at an interrupt point of a `CallLock`, or at the end
+    of the block. A second one is raised at once. Blocks may be nested. Nothing changes in other threads, nor where the
+    caller has a handler of Ctrl-C of its own.
     """
 
     def __init__(self):
@@ -100,7 +103,8 @@ AGAIN_SECONDS = 0.05
 
 @contextlib.contextmanager
 def pressed_again() -> Iterator[None]:
-    """For a whole program: a KeyboardInterrupt that Python drops (`Interrupts` says where) comes again a moment later."""
+    """For a whole program: a KeyboardInterrupt that Python drops (`Interrupts` says where) comes again a moment
+    later."""
     before, timers = sys.unraisablehook, list[threading.Timer]()
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -128,12 +132,13 @@ def _in_main_thread() -> bool:
 class CallLock:
     """A context manager around every call that touches an object's state. The thread that is in it may enter it again.
 
-    Another thread that enters meanwhile gets a RuntimeError at once, and does not wait. In the main thread, Ctrl-C is held back inside the
-    guard: it takes effect at `interrupt_point`, or else when the outermost call returns. An interrupt in the middle of a call would leave
-    the object half changed. One in the middle of a JAX operation may leave all of JAX unusable.
+    Another thread that enters meanwhile gets a RuntimeError at once, and does not wait. In the main thread, Ctrl-C is
+    held back inside the guard: it takes effect at `interrupt_point`, or else when the outermost call returns. An
+    interrupt in the middle of a call would leave the object half changed. One in the middle of a JAX operation may
+    leave all of JAX unusable.
 
-    together: the other processes that make the same calls (`kvjax.scheduler.processes`), if there are any; then they are interrupted
-    together.
+    together: the other processes that make the same calls (`kvjax.scheduler.processes`), if there are any; then they
+    are interrupted together.
     """
 
     def __init__(self, what: str):
@@ -191,8 +196,8 @@ class CallLock:
         return self._owner is not None
 
     def interrupt_point(self) -> None:
-        """Let a Ctrl-C that was held back take effect here. For places where the state is consistent. Stopped if `stopping` says so: only
-        the main thread gets a Ctrl-C, and the others have to ask."""
+        """Let a Ctrl-C that was held back take effect here. For places where the state is consistent. Stopped if
+        `stopping` says so: only the main thread gets a Ctrl-C, and the others have to ask."""
         if self.stopping is not None and self.stopping():
             raise Stopped
         if self.together is not None:
@@ -223,7 +228,8 @@ class Guarded(Protocol):
 
 
 def guarded[S: Guarded, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that runs inside its object's guard. RuntimeError if it would run here alone, and not in all processes of the job."""
+    """A method that runs inside its object's guard. RuntimeError if it would run here alone, and not in all processes
+    of the job."""
 
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -24,7 +24,8 @@ MAX_POSITIONS = 2**24
 
 
 class Capacity:
-    """Checks lengths of sequences before they take pages. plan: the engine's memory plan beside the weights, for advice in errors.
+    """Checks lengths of sequences before they take pages. plan: the engine's memory plan beside the weights, for advice
+    in errors.
 
     pinned: tells how many pages of each layer group are pinned, for the same advice; None: none ever are.
     """
@@ -36,7 +37,8 @@ class Capacity:
         self._longest = min(config.max_positions, groups.longest)
 
     def check_length(self, tokens: int, policy: DecodePolicy | PrefillPolicy | None = None) -> None:
-        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole
+        pool is too small.
 
         policy: the one that reads them, which may count positions in the cache, or give pages back; None: neither.
         """
@@ -55,8 +57,8 @@ class Capacity:
     def fitted(self, sampling: Sampling, prompt_tokens: int, policy: DecodePolicy) -> Sampling:
         """The sampling of a request, whose answer fits into the positions behind a prompt of so many tokens.
 
-        One that does not fit is cut if the sampling says `clip`, else it is a ValueError, which names prompt, limit and room. The latest
-        token of an answer is not written, so it needs no position.
+        One that does not fit is cut if the sampling says `clip`, else it is a ValueError, which names prompt, limit and
+        room. The latest token of an answer is not written, so it needs no position.
         """
         asked, room = sampling.max_new_tokens, self._positions(policy) - prompt_tokens + 1
         if asked <= room:

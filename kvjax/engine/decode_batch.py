@@ -1,7 +1,7 @@
 """The rows of a decode batch: their page tables and lengths stay on the device from step to step.
 
-A step updates lengths on the device, and one count on the host. The host only adds a row's next page, when the row comes to a new page. So
-the host's time per step depends neither on the number of rows nor on the length of sequences.
+A step updates lengths on the device, and one count on the host. The host only adds a row's next page, when the row
+comes to a new page. So the host's time per step depends neither on the number of rows nor on the length of sequences.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvjax.cache.pool import Pool
 from kvjax.engine.sequence import CachedSequence, Growth
 
 NextPages = dict[str, Int[Array, "B n"]]
-"""By layer group: the page of each row's next token, and the pages after it, as many as a step may write to (`pages_of_step`); -1 where
-there is none."""
+"""By layer group: the page of each row's next token, and the pages after it, as many as a step may write to
+(`pages_of_step`); -1 where there is none."""
 
 
 Written = int | Int[np.ndarray, "B"]
@@ -31,13 +31,14 @@ Written = int | Int[np.ndarray, "B"]
 class DecodeBatch:
     """A decode batch of `size` slots.
 
-    `hold` says whether sequences are in the slots, and `fill` puts them there. `cache` gives a step's input, `advance` takes its output.
+    `hold` says whether sequences are in the slots, and `fill` puts them there. `cache` gives a step's input, `advance`
+    takes its output.
 
-    Sequences may change between steps in any way (`truncate`, `extend`): then they leave the slots' `Growth`, by which `hold` and `fill`
-    find them.
+    Sequences may change between steps in any way (`truncate`, `extend`): then they leave the slots' `Growth`, by which
+    `hold` and `fill` find them.
 
-    put: puts arrays where a step reads them (`Pool.put`). rows: slots with a sequence, ascending. live: their sequences. longest: tokens
-    of the longest.
+    put: puts arrays where a step reads them (`Pool.put`). rows: slots with a sequence, ascending. live: their
+    sequences. longest: tokens of the longest.
     """
 
     def __init__(self, spec: CacheSpec, size: int, put: Callable[[Any], Any]):
@@ -59,13 +60,15 @@ class DecodeBatch:
         self.active: Bool[Array, "B"] = put(np.zeros(size, bool))
 
     def hold(self, sequences: Sequence[CachedSequence | None]) -> bool:
-        """Whether these sequences are in the slots, unchanged since the last step. A freed or suspended sequence counts as changed."""
+        """Whether these sequences are in the slots, unchanged since the last step. A freed or suspended sequence counts
+        as changed."""
         # The same tuple has the same entries. A list may have changed.
         same = sequences is self.sequences or all(map(operator.is_, sequences, self.sequences))
         return same and self._growth.whole
 
     def fill(self, sequences: Sequence[CachedSequence | None]) -> None:
-        """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay on the device."""
+        """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay
+        on the device."""
         rows = [row for row, each in enumerate(sequences) if each is not None]
         if rows != self.rows:  # first, because it may fail
             self.active = self._put(np.array([each is not None for each in sequences]))
@@ -98,8 +101,8 @@ class DecodeBatch:
             yield from (page for page in reversed(sequence.pages[group][: sequence.length // page_size]) if page >= 0)
 
     def lacking(self, written: Written) -> tuple[list[CachedSequence], list[int]]:
-        """The sequences that lack pages for so many more tokens, and how many these are for each. written: for all slots, or slot by
-        slot."""
+        """The sequences that lack pages for so many more tokens, and how many these are for each. written: for all
+        slots, or slot by slot."""
         grown = [(self.live[place], of_slot(written, self.rows[place])) for place in self._near_a_limit(_most(written))]
         lacking = [(each, count) for each, count in grown if each.length + count > self._room(each)]
         return [each for each, _ in lacking], [count for _, count in lacking]
@@ -111,8 +114,9 @@ class DecodeBatch:
         return max((length + count for length, count in zip(self.lengths, written[self.rows].tolist(), strict=True)), default=0)
 
     def cache(self, pool: Pool, written: Written) -> tuple[Cache, NextPages]:
-        """The cache that a step of so many tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence
-        must have its pages. The step DONATES all of it: call `advance` with its result, or `forget` if it fails."""
+        """The cache that a step of so many tokens reads and writes, and the pages that `name_pages` adds to its tables.
+        Every sequence must have its pages. The step DONATES all of it: call `advance` with its result, or `forget` if
+        it fails."""
         if near := self._near_a_limit(_most(written)):
             for place in near:
                 sequence = self.live[place]
@@ -125,7 +129,8 @@ class DecodeBatch:
         if self._tables is None:
             lengths = np.zeros(self.size, np.int32)
             lengths[self.rows] = self.lengths
-            # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share this memory.
+            # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share
+            # this memory.
             self._tables, self._device_lengths = self._put(({name: table.copy() for name, table in self._host_tables.items()}, lengths))
         if self._named is None:
             self._named = self._put({name: ids.copy() for name, ids in self._next.items()})  # as above
@@ -167,7 +172,8 @@ class DecodeBatch:
             pool.bind(following, wait=False)
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
-        """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the end of a page."""
+        """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the
+        end of a page."""
         limits = []
         for group in self.spec.groups:
             ids, first = sequence.pages[group.name], sequence.length // group.page_size
@@ -220,7 +226,8 @@ def name_pages(cache: Cache, following: NextPages) -> Cache:
 
 
 def in_bucket(sequences: Sequence[CachedSequence], buckets: Sequence[int]) -> list[CachedSequence | None]:
-    """The sequences, padded with None to the smallest batch bucket that holds them. ValueError for no sequence, or too many."""
+    """The sequences, padded with None to the smallest batch bucket that holds them. ValueError for no sequence, or too
+    many."""
     if not sequences:
         raise ValueError("a step needs at least one sequence")
     bucket = next((size for size in buckets if size >= len(sequences)), None)

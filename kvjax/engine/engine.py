@@ -74,7 +74,8 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Launched:
-    """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
+    """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the
+    cache."""
 
     policy: DecodePolicy
     slots: DecodeBatch
@@ -86,20 +87,23 @@ class Launched:
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
-    policy: the decode policy, or its name (`policies.decode.parse`); None: dense, or the model's own (tokens:K, of an indexer). policies:
-    others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
-    prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
-    policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
-    cache_format: how full pages are packed, as "int8" or "k=int8,v=int4"; None: not at all (docs/cache-formats.md).
-    sequences: those not freed yet. last_reads: what the latest decode step read, summed over layers and KV heads; None before the first.
-    device_bytes: size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over
-    whose devices weights and pages are split (docs/devices.md). stores: host_bytes, disk and disk_bytes are room for pages besides the
-    device, and with reuse say which pages outlive their sequences: see `kvjax.engine.store_options.StoreOptions` and docs/tiers.md.
+    policy: the decode policy, or its name (`policies.decode.parse`); None: dense, or the model's own (tokens:K, of an
+    indexer). policies: others that calls may name; sealing builds the indexes of all. pages: size of the pool; None
+    fits it to free memory. page_size and prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the
+    prefill policy, or its name (`parse_prefill`); None as for policy. batch_buckets: decode batches are padded to the
+    next of these sizes; a sequence's bits are the same in every batch of a bucket. cache_format: how full pages are
+    packed, as "int8" or "k=int8,v=int4"; None: not at all (docs/cache-formats.md). sequences: those not freed yet.
+    last_reads: what the latest decode step read, summed over layers and KV heads; None before the first. device_bytes:
+    size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over whose devices weights and
+    pages are split (docs/devices.md). stores: host_bytes, disk and disk_bytes are room for pages besides the device,
+    and with reuse say which pages outlive their sequences: see `kvjax.engine.store_options.StoreOptions` and
+    docs/tiers.md.
 
-    Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
-    Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.engine.call_lock`).
-    If a step fails half-way (device memory runs out, say), the engine loses its pages, and later calls raise RuntimeError: make a new one.
-    If only a chunk's sequence is lost, because its recurrent state has moved on, calls that use it raise RuntimeError: free it.
+    Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not
+    disturb the other call. Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths
+    stay consistent (`kvjax.engine.call_lock`). If a step fails half-way (device memory runs out, say), the engine loses
+    its pages, and later calls raise RuntimeError: make a new one. If only a chunk's sequence is lost, because its
+    recurrent state has moved on, calls that use it raise RuntimeError: free it.
     """
 
     def __init__(
@@ -177,7 +181,8 @@ class Engine:
 
     @property
     def used_bytes(self) -> dict[str, int]:
-        """Bytes of device memory that the pages and states of sequences take, by layer group. Shared pages count once."""
+        """Bytes of device memory that the pages and states of sequences take, by layer group. Shared pages count
+        once."""
         return {name: count * self.spec.bytes_per_page(name, self.indexes) for name, count in self._page_manager.used.items()}
 
     @property
@@ -190,9 +195,11 @@ class Engine:
         return -(-tokens // self.page_size)
 
     def check_length(self, tokens: int, policy: DecodePolicy | None = None) -> None:
-        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole
+        pool is too small.
 
-        policy: decodes the sequence to that length, and may count positions in the cache or give pages back. None: it is prefilled."""
+        policy: decodes the sequence to that length, and may count positions in the cache or give pages back. None: it
+        is prefilled."""
         self._capacity.check_length(tokens, self.prefill_policy if policy is None else policy)
 
     def fitted(self, sampling: Sampling, prompt_tokens: int, policy: DecodePolicy) -> Sampling:
@@ -210,11 +217,13 @@ class Engine:
         return self._policy_set.last_prefill_choice
 
     def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
-        """The policy of a call; None is the engine's own. ValueError if it scans an index that this engine's pages do not have."""
+        """The policy of a call; None is the engine's own. ValueError if it scans an index that this engine's pages do
+        not have."""
         return self._policy_set.find(policy)
 
     def chosen(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
-        """The policy of a step over sequences of these lengths in tokens: `policy`, or what `auto` chooses. Logs a new choice."""
+        """The policy of a step over sequences of these lengths in tokens: `policy`, or what `auto` chooses. Logs a new
+        choice."""
         return self._policy_set.choose(policy, lengths)
 
     def grows(self, sequence: CachedSequence, tokens: int) -> bool:
@@ -229,7 +238,8 @@ class Engine:
     def check_room(self, tokens: int, sequence: CachedSequence | None = None, growing: Sequence[CachedSequence] = ()) -> None:
         """OutOfPages unless a sequence of `tokens` tokens fits, and those of `growing` find one page more each.
 
-        sequence: None: a new one. The pages that it holds are not needed, and if it is suspended, only those that it held are.
+        sequence: None: a new one. The pages that it holds are not needed, and if it is suspended, only those that it
+        held are.
         """
         self._capacity.check_room(tokens, sequence, growing)
 
@@ -239,8 +249,9 @@ class Engine:
     def new_sequence(self, prompt: Sequence[int] | None = None, *, cache_salt: str | None = None) -> CachedSequence:
         """A sequence without tokens. `extend` or chunks of `step` write to it.
 
-        prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is known, at most all but
-        the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of the same salt share pages.
+        prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is
+        known, at most all but the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of
+        the same salt share pages.
         """
         sequence = self._page_eviction.new_sequence()
         self.sequences.add(sequence)
@@ -260,10 +271,10 @@ class Engine:
     ) -> list[CachedSequence]:
         """Write whole prompts (token ids) to new sequences; `.logits` of each predicts the next token.
 
-        reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens: called with the number
-        of tokens done, after each chunk. cache_salt: as in `new_sequence`. Prompts are written one at a time, so a prompt's bits do not
-        depend on the others. Raises OutOfPages, and ValueError for an empty prompt, one too long for the model, or a token outside the
-        vocabulary; then no prompt is kept.
+        reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens:
+        called with the number of tokens done, after each chunk. cache_salt: as in `new_sequence`. Prompts are written
+        one at a time, so a prompt's bits do not depend on the others. Raises OutOfPages, and ValueError for an empty
+        prompt, one too long for the model, or a token outside the vocabulary; then no prompt is kept.
         """
         reserve = whole_number("reserve", reserve)
         optional_function("on_tokens", on_tokens)
@@ -290,10 +301,11 @@ class Engine:
     def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
         """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
 
-        `.logits` and `[V]` have the bits of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
-        (`queries_stand_alone` is False): then tokens added to a chunk that an earlier call began are prefilled densely. Rows of `[T, V]`
-        come from one product of a whole chunk with the head, and may round otherwise. Raises as `prefill` does. After an error (or
-        Ctrl-C), chunks already written stay: `.length` and `.tokens` say which, and `.logits` is then None.
+        `.logits` and `[V]` have the bits of one prefill of the whole, unless the prefill policy looks at several
+        queries of a chunk at once (`queries_stand_alone` is False): then tokens added to a chunk that an earlier call
+        began are prefilled densely. Rows of `[T, V]` come from one product of a whole chunk with the head, and may
+        round otherwise. Raises as `prefill` does. After an error (or Ctrl-C), chunks already written stay: `.length`
+        and `.tokens` say which, and `.logits` is then None.
         """
         self._check_live([sequence])
         tokens = self.check_tokens(tokens)
@@ -307,8 +319,9 @@ class Engine:
     ) -> Float[Array, "n *T V"]:
         """Write one given token of every sequence through the decode policy, and return the next-token logits, float32.
 
-        tokens: one of every sequence, or a row of T (4, 8 or 16): then logits are `[n, T, V]`. Each of the T tokens reads what it would
-        read alone; the bits are those of a step of T. For forced text or your own sampling; `kvjax.generate` samples inside the step.
+        tokens: one of every sequence, or a row of T (4, 8 or 16): then logits are `[n, T, V]`. Each of the T tokens
+        reads what it would read alone; the bits are those of a step of T. For forced text or your own sampling;
+        `kvjax.generate` samples inside the step.
         """
         self._check_live(sequences)
         padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
@@ -324,8 +337,8 @@ class Engine:
     def inspect(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None) -> StepRead:
         """What a decode step of any policy would read, by layer and KV head, with scores, and its logits.
 
-        The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
-        `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
+        The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of
+        learning policies, `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
         from kvjax.engine.inspection import inspect_step, read_of
 
@@ -346,10 +359,12 @@ class Engine:
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
-        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device.
+        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait
+        for the device.
 
-        Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
-        OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
+        Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first:
+        after ValueError or OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to
+        `.tokens` when it knows them.
         """
         groups = [self._checked(each) for each in check_plan(plan).decodes]
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
@@ -374,15 +389,16 @@ class Engine:
     ) -> Sampled:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
-        tokens: `[B]`; or `[B, T]`, T being 4, 8 or 16: each row's certain token and T - 1 drafted ones, -1 where there is no draft. Results
-        then have an axis T, and `accepted` says how many of the row's tokens stay: the first, and the drafts before the first one that
-        differs from the token sampled in its place. The others are dropped: nothing ever reads what they left behind. Waits for the device,
-        to know how many stay.
+        tokens: `[B]`; or `[B, T]`, T being 4, 8 or 16: each row's certain token and T - 1 drafted ones, -1 where there
+        is no draft. Results then have an axis T, and `accepted` says how many of the row's tokens stay: the first, and
+        the drafts before the first one that differs from the token sampled in its place. The others are dropped:
+        nothing ever reads what they left behind. Waits for the device, to know how many stay.
 
-        Without drafts it does not wait, and the last step may not have computed the tokens yet. So ids in a JAX array are not checked: one
-        outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it knows them, and drops a
-        row whose logits were not finite. counts: needed where a row has a penalty: the tokens that each row holds
-        (`kvjax.engine.sampling.seen_tokens`), int32. DONATES counts; the result has them, with the tokens that stay added.
+        Without drafts it does not wait, and the last step may not have computed the tokens yet. So ids in a JAX array
+        are not checked: one outside the vocabulary makes its row not finite. The caller appends the written tokens to
+        `.tokens` when it knows them, and drops a row whose logits were not finite. counts: needed where a row has a
+        penalty: the tokens that each row holds (`kvjax.engine.sampling.seen_tokens`), int32. DONATES counts; the result
+        has them, with the tokens that stay added.
         """
         group = DecodeGroup(slots, tokens, rows, policy, counts)
         return self._decode(self._checked(group)).sampled
@@ -396,10 +412,10 @@ class Engine:
         samplings: Sequence[Sampling | None],
         launches: Sequence[int] = (),
     ) -> None:
-        """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
-        with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens: of the longest sequence in the slots.
-        launches: the numbers of steps of `decode_steps`, in place of the decode step. Done once for each policy, number of slots and width
-        of page tables."""
+        """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the
+        decode step of slots with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens:
+        of the longest sequence in the slots. launches: the numbers of steps of `decode_steps`, in place of the decode
+        step. Done once for each policy, number of slots and width of page tables."""
         widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
         for each in programs_of(policy):
             if (key := (each, len(samplings), *widths.values())) not in self._compile_ahead:
@@ -407,7 +423,8 @@ class Engine:
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises OutOfPages."""
+        """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises
+        OutOfPages."""
         self._check_live([sequence])
         child = self._copies.fork(sequence)
         self.sequences.add(child)
@@ -415,7 +432,8 @@ class Engine:
 
     @guarded
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Drop the tokens from `length` on. They must lie in the open page, because sealed pages may be shared and are never reopened.
+        """Drop the tokens from `length` on. They must lie in the open page, because sealed pages may be shared and are
+        never reopened.
 
         Reserved pages are given back too. A learning policy keeps what it learned from the dropped tokens.
         """
@@ -457,17 +475,19 @@ class Engine:
 
     @guarded
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write a sequence's pages and tokens to a file that `restore` reads. It is written under another name, then renamed.
+        """Write a sequence's pages and tokens to a file that `restore` reads. It is written under another name, then
+        renamed.
 
-        The states of learning policies are not written, so policies that learn from prefill cannot decode a restored sequence. ValueError
-        if `.tokens` does not hold the token of every position.
+        The states of learning policies are not written, so policies that learn from prefill cannot decode a restored
+        sequence. ValueError if `.tokens` does not hold the token of every position.
         """
         self._check_live([sequence])
         self._copies.save(sequence, path)
 
     @guarded
     def restore(self, path: str | Path) -> CachedSequence:
-        """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it, and for a damaged file.
+        """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it, and
+        for a damaged file.
 
         `.logits` is None: extend it, or decode the next token.
         """
@@ -477,14 +497,16 @@ class Engine:
 
     @guarded
     def suspend(self, sequence: CachedSequence, *, briefly: bool = False) -> None:
-        """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
-        are then the same. Waits for the device. briefly: it comes back by itself, so limits of `suspended` do not count it."""
+        """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you
+        use it again; its bits are then the same. Waits for the device. briefly: it comes back by itself, so limits of
+        `suspended` do not count it."""
         self._check_live([sequence])
         self._copies.suspend(sequence, briefly)
 
     @guarded
     def resume(self, sequence: CachedSequence) -> None:
-        """Bring a suspended sequence back to the device. If there are too few pages, it stays suspended and OutOfPages is raised."""
+        """Bring a suspended sequence back to the device. If there are too few pages, it stays suspended and OutOfPages
+        is raised."""
         self._check_live([sequence], ready=False)
         self._copies.resume(sequence)
 
@@ -492,9 +514,10 @@ class Engine:
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
         """Compile the steps that `batch` sequences decoded together need before the first real call.
 
-        It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
-        (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Programs are traced one after the other, and compiled
-        beside each other in up to 8 threads. Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
+        It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that
+        of `tokens` tokens (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Programs are
+        traced one after the other, and compiled beside each other in up to 8 threads. Steps in which a row draws at
+        random are compiled when first used. Raises as `prefill` does.
         """
         from kvjax.engine.warmup import Calls
 
@@ -516,16 +539,18 @@ class Engine:
     def pin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
         """Keep the pages of a prompt's beginning in the pool until `unpin`, and return how many tokens they hold.
 
-        prefix: token ids, all of whose full pages were prefilled before and are still known, or a sequence, for its own prompt. Pages that
-        are not in the pool are copied back. Pinning twice changes nothing. At most half of the pages can be pinned. ValueError for more
-        than that, for a prefix that is not known, and for an engine without reuse; OutOfPages.
+        prefix: token ids, all of whose full pages were prefilled before and are still known, or a sequence, for its own
+        prompt. Pages that are not in the pool are copied back. Pinning twice changes nothing. At most half of the pages
+        can be pinned. ValueError for more than that, for a prefix that is not known, and for an engine without reuse;
+        OutOfPages.
         """
         with self._capacity.advice():
             return self._reusing().pin(self._prefix(prefix), cache_salt)
 
     @guarded
     def unpin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
-        """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is none."""
+        """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is
+        none."""
         return self._reusing().unpin(self._prefix(prefix), cache_salt)
 
     @property
@@ -538,12 +563,14 @@ class Engine:
         return None if self._reuse is None else self._reuse.stats()
 
     def pool_stats(self) -> PoolStats | None:
-        """Where pages of the pool lie, and what has moved; None where none may lie in host memory. Waits for the device."""
+        """Where pages of the pool lie, and what has moved; None where none may lie in host memory. Waits for the
+        device."""
         return self._pool.stats()
 
     @guarded
     def close(self) -> None:
-        """Wait until the disk has all pages, and give its folder back. The engine goes on without it. Needed only with `disk`."""
+        """Wait until the disk has all pages, and give its folder back. The engine goes on without it. Needed only with
+        `disk`."""
         if self._reuse is not None:
             self._reuse.close()
 
@@ -562,8 +589,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _reserved(self, sequences: Sequence[CachedSequence], tokens: int | Sequence[int]) -> Iterator[None]:
-        """Take pages for `tokens` more tokens of every sequence, or so many for each. If the block fails, those that hold nothing go
-        back."""
+        """Take pages for `tokens` more tokens of every sequence, or so many for each. If the block fails, those that
+        hold nothing go back."""
         before = [sequence.page_counts() for sequence in sequences]
         with self._capacity.advice():
             self._page_manager.reserve(sequences, tokens)
@@ -585,7 +612,8 @@ class Engine:
     ):
         """Run the chunks that hold positions [length, length + len(tokens)).
 
-        only: the policy that runs all of them, wherever they begin, to compile its program; the result does not matter."""
+        only: the policy that runs all of them, wherever they begin, to compile its program; the result does not
+        matter."""
         collected, done = [], 0
         while done < len(tokens):
             self.guard.interrupt_point()
@@ -632,7 +660,8 @@ class Engine:
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
     def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
-        """Take pages for everything that a plan writes, and begin its chunks. After an error none were taken, and no chunk was begun."""
+        """Take pages for everything that a plan writes, and begin its chunks. After an error none were taken, and no
+        chunk was begun."""
         self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
         with contextlib.ExitStack() as reserved:
             for group in groups:
@@ -687,7 +716,8 @@ class Engine:
     # Decode steps
 
     def _on_device(self, rows: SamplingRows) -> SamplingRows:
-        """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may still change."""
+        """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may
+        still change."""
         if rows is not self._placed[0]:
             if any(isinstance(each, np.ndarray) and each.flags.writeable for each in jax.tree.leaves(rows)):
                 return self._pool.put(jax.tree.map(np.array, rows))  # copies, because a CPU array may share the memory of what was put
@@ -695,7 +725,8 @@ class Engine:
         return self._placed[1]
 
     def _checked(self, group: DecodeGroup) -> DecodeGroup:
-        """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
+        """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which
+        are a batch bucket."""
         if not isinstance(group.sequences, tuple | list):
             raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {shown(group.sequences)}")
         slots, tokens, vocab_size = len(group.sequences), group.tokens, self.config.vocab_size
@@ -744,8 +775,8 @@ class Engine:
         written: Written = 1,
         steps: int = 1,
     ) -> Launched:
-        """Launch a decode step over padded slots, with pages for the tokens that it writes. sampling: the fields of `StepInputs` after the
-        states. steps: of `decode_steps`."""
+        """Launch a decode step over padded slots, with pages for the tokens that it writes. sampling: the fields of
+        `StepInputs` after the states. steps: of `decode_steps`."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, written)
         sequences, counts = slots.lacking(written)
@@ -762,8 +793,8 @@ class Engine:
         written: Written,
         steps: int,
     ) -> Launched:
-        """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have been taken. The
-        sequences do not change."""
+        """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have
+        been taken. The sequences do not change."""
         if isinstance(policy, ChoosesDecode):
             counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
             policy = self._policy_set.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
@@ -795,8 +826,8 @@ class Engine:
         return Launched(policy, slots, results, states, cache)
 
     def _watches_each(self, tokens: Array) -> bool:
-        """Whether a watched policy runs one program for all steps, because those of the policy alone round otherwise: drafted tokens attend
-        together there, and pages in host memory are read through the hot buffer."""
+        """Whether a watched policy runs one program for all steps, because those of the policy alone round otherwise:
+        drafted tokens attend together there, and pages in host memory are read through the hot buffer."""
         return (tokens.ndim == 2 and tokens.shape[1] > 1) or bool(self._pool.frames)
 
     def _pages_of(self, result: tuple) -> tuple[Layers, Array]:

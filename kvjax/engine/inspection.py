@@ -24,10 +24,11 @@ from kvjax.policies.decode.base import attend_listed
 class LayerRead:
     """What one layer reads in one step of n sequences; numpy arrays.
 
-    ids: listed blocks of `block_size` tokens, -1 where there is none; every written page where the policy makes no list. lse: for each
-    query head and listed block, log-sum-exp of the scaled logits, natural log, -inf where there is no block. scores: for every block of the
-    sequence, the score that the policy chose by, -inf where it had no choice (open pages); None for policies without scores
-    (`kvjax.policies.decode.ScoresBlocks`). window: see `kvjax.policies.decode.Blocks`.
+    ids: listed blocks of `block_size` tokens, -1 where there is none; every written page where the policy makes no
+    list. lse: for each query head and listed block, log-sum-exp of the scaled logits, natural log, -inf where there is
+    no block. scores: for every block of the sequence, the score that the policy chose by, -inf where it had no choice
+    (open pages); None for policies without scores (`kvjax.policies.decode.ScoresBlocks`). window: see
+    `kvjax.policies.decode.Blocks`.
     """
 
     ids: Int32[np.ndarray, "n K W"]
@@ -67,7 +68,8 @@ class StepRead:
 def watch(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, blocks: Blocks | None, state: Any
 ) -> tuple[Blocks, Float32[Array, "B T H W"], Float32[Array, "B K S"] | None]:
-    """What a layer read: the list (every page where the policy makes none), the LSE of each listed block, and the policy's scores.
+    """What a layer read: the list (every page where the policy makes none), the LSE of each listed block, and the
+    policy's scores.
 
     state: the one that the policy selected with. Attends to the listed blocks once more, for the LSE.
     """
@@ -92,7 +94,8 @@ def _cut(static: StepStatic, inputs: StepInputs) -> tuple[Any, ...]:
 
 @decode_program(WHOLE_COPY, _cut)
 def inspect_step(static: StepStatic, inputs: StepInputs) -> tuple[Array, tuple[Any, ...], Cache, tuple[Any, ...], AttentionStats]:
-    """`kvjax.engine.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES cache."""
+    """`kvjax.engine.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES
+    cache."""
     watched: list[Any] = []
     logits, *after = decode(static, inputs, lambda *seen: watched.append(watch(*seen)))
     return logits, tuple(watched), *after
@@ -112,8 +115,8 @@ def _each_once(spec: CacheSpec, watched: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def read_of(policy: DecodePolicy, rows: int, spec: CacheSpec, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:
-    """The first `rows` rows of the result of `inspect_step` for one token each, without columns that no row lists. spec: of the
-    engine's cache."""
+    """The first `rows` rows of the result of `inspect_step` for one token each, without columns that no row lists.
+    spec: of the engine's cache."""
     layers = []
     for number, (blocks, lse, scores) in enumerate(jax.device_get(_each_once(spec, watched))):
         if not (blocks.ids[:rows] >= 0).any():

@@ -1,4 +1,5 @@
-"""The memory plan: bytes of weights and cache, and how many pages fit. It needs only the configuration; no model is loaded."""
+"""The memory plan: bytes of weights and cache, and how many pages fit. It needs only the configuration; no model is
+loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from kvjax.model.weight_formats import FormatOf, format_function
 from kvjax.model.weight_formats import weights_bytes as packed_bytes
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
-"""Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
+"""Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's
+memory too."""
 
 
 MAX_PAGES = 2**31 - 1
@@ -38,10 +40,10 @@ DEFAULT_POOL = (8, 32_768)
 class GroupPlan:
     """The pages of a layer group, and the device memory that they take.
 
-    layers: how many, including those that read another layer's pages. page_size: tokens, or WHOLE where a page is a sequence's row of
-    state. page_bytes: bytes of a page in all of these layers, indexes included. frame_bytes: those of its keys and values, which may lie in
-    host memory. window: how many latest tokens they read; None: all. most: the most pages that a sequence can hold; None where it holds all
-    of its tokens.
+    layers: how many, including those that read another layer's pages. page_size: tokens, or WHOLE where a page is a
+    sequence's row of state. page_bytes: bytes of a page in all of these layers, indexes included. frame_bytes: those of
+    its keys and values, which may lie in host memory. window: how many latest tokens they read; None: all. most: the
+    most pages that a sequence can hold; None where it holds all of its tokens.
     """
 
     name: str
@@ -60,11 +62,12 @@ class GroupPlan:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """All sizes are bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
+    """All sizes are bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer
+    groups.
 
-    sequences: how many are live at a time. Groups with a window need pages for that many windows, and recurrent groups that many states,
-    however long the sequences are. stays: why no page of the pool may lie in host memory, as those of a mesh; "": those of layers that
-    keep all tokens may.
+    sequences: how many are live at a time. Groups with a window need pages for that many windows, and recurrent groups
+    that many states, however long the sequences are. stays: why no page of the pool may lie in host memory, as those of
+    a mesh; "": those of layers that keep all tokens may.
     """
 
     weights_bytes: int
@@ -100,7 +103,8 @@ class MemoryPlan:
 
     @property
     def pages_that_fit(self) -> int:
-        """Pages of the largest pool (`pool_pages`) that fits beside the weights; `MAX_PAGES` where sequences of any length fit."""
+        """Pages of the largest pool (`pool_pages`) that fits beside the weights; `MAX_PAGES` where sequences of any
+        length fit."""
         return self.most_pages(self.available_bytes - self.weights_bytes)
 
     def bytes_of(self, tokens: int) -> int:
@@ -108,8 +112,8 @@ class MemoryPlan:
         return sum(group.pages_of(tokens) * group.page_bytes for group in self.groups)
 
     def pool_pages(self, pages: int) -> dict[str, int]:
-        """Pages of each layer group, if the groups that keep all tokens have `pages`. A window group gets at most the pages that
-        `sequences` sequences of any length can hold, a recurrent group at most one row per sequence."""
+        """Pages of each layer group, if the groups that keep all tokens have `pages`. A window group gets at most the
+        pages that `sequences` sequences of any length can hold, a recurrent group at most one row per sequence."""
         return {group.name: pages if group.most is None else min(pages, group.most * self.sequences) for group in self.groups}
 
     def pool_bytes(self, pages: int) -> int:
@@ -199,20 +203,23 @@ def memory_plan(
         config: the model's.
         page_size: tokens.
         indexes: those that sealing builds.
-        cache_format: how sealed pages are packed (`kvjax.cache.formats`); None: they are not, and hold numbers of compute_dtype.
+        cache_format: how sealed pages are packed (`kvjax.cache.formats`); None: they are not, and hold numbers of
+            compute_dtype.
         weights_bytes: None: counted from the configuration. Pass 0 if the weights are loaded already.
-        weights: how they are packed, as in `kvjax.load`, or a function that says it (`kvjax.model.weight_formats.FormatOf`); None: in
+        weights: how they are packed, as in `kvjax.load`, or a function that says it
+            (`kvjax.model.weight_formats.FormatOf`); None: in
         compute_dtype.
-        available_bytes: None: a share of the free memory of the device that has least (0.85 of an accelerator's, 0.5 of the host's).
-            Asking a device initialises it.
+        available_bytes: None: a share of the free memory of the device that has least (0.85 of an accelerator's, 0.5 of
+            the host's). Asking a device initialises it.
         sequences: how many are live at a time: an engine's largest batch bucket.
         prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
         reach: (sink_tokens, window_tokens) that sequences keep in layers without a window; None: every token.
         tensor, context: of the mesh over which weights and pages are split; bytes are then those of one device.
         devices: those whose memory counts; none: the first that JAX has.
 
-    Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, for one without attention, and for a
-    cache format that cannot be read or does not fit; NotImplementedError for one that the model's layers cannot have yet.
+    Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, for one without
+    attention, and for a cache format that cannot be read or does not fit; NotImplementedError for one that the model's
+    layers cannot have yet.
     """
     spec = config.cache_spec(page_size, parse_cache_format(cache_format, config.compute_dtype)).on_mesh(tensor).on_device(tensor)
     if weights_bytes is None:
@@ -247,9 +254,9 @@ def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """What `host_bytes` are in an engine. pages: of layers that keep all tokens, in the pool's part in host memory. store_bytes: of a store
-    of kept pages and states beside the pool (`kvjax.cache.stores.host`). stored: bytes of its blocks, by layer group. why: why not all of
-    it is the pool's; "" if it is."""
+    """What `host_bytes` are in an engine. pages: of layers that keep all tokens, in the pool's part in host memory.
+    store_bytes: of a store of kept pages and states beside the pool (`kvjax.cache.stores.host`). stored: bytes of its
+    blocks, by layer group. why: why not all of it is the pool's; "" if it is."""
 
     pages: int = 0
     store_bytes: int = 0
@@ -268,13 +275,15 @@ def host_memory(
 ) -> HostMemory:
     """What an engine makes of `host_bytes`.
 
-    It is the pool's part in host memory, as far as pages may lie there. Those that may not, and states of recurrent layers, go to a store
-    beside the pool, where an engine keeps them for later prompts. If it has both, each gets what the tokens of a prompt take there.
+    It is the pool's part in host memory, as far as pages may lie there. Those that may not, and states of recurrent
+    layers, go to a store beside the pool, where an engine keeps them for later prompts. If it has both, each gets what
+    the tokens of a prompt take there.
 
     Args:
         plan: the engine's.
         host_bytes: None: no host memory.
-        spec: the engine's cache, over all devices of a mesh; for the sizes of what the store holds. Needed only if the engine keeps pages.
+        spec: the engine's cache, over all devices of a mesh; for the sizes of what the store holds. Needed only if the
+            engine keeps pages.
         chunk: tokens of a chunk of prefill; states are kept at some borders of chunks.
         keeps_none: why the engine keeps no pages for later prompts, as "reuse is False"; "": it does.
         here: whether this machine has to have so much, and has to read it.
@@ -315,9 +324,10 @@ def host_memory(
 
 
 def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None, host_pages: int = 0) -> tuple[int, int]:
-    """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as `device_bytes` hold beside the
-    indexes of all pages, or the default. In host memory: `host_pages`, those of `host_memory`. With these, the default is no more than
-    there is device memory beside JAX for (`kvjax.cache.host_pool.mapped_memory.device_room`).
+    """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as
+    `device_bytes` hold beside the indexes of all pages, or the default. In host memory: `host_pages`, those of
+    `host_memory`. With these, the default is no more than there is device memory beside JAX for
+    (`kvjax.cache.host_pool.mapped_memory.device_room`).
 
     ValueError for both of pages and device_bytes, or for a size in which no page fits.
     """
@@ -339,9 +349,9 @@ def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_b
 
 
 def pool_frames(plan: MemoryPlan, device_bytes: int, host_bytes: int, *, prefill_chunk: int = 512, hot: bool) -> FrameCounts:
-    """The frames that an engine of these sizes has for pages of layers that keep all tokens, on any machine: how much memory this one has
-    does not count. All of host_bytes is the pool's, as in an engine without reuse. hot: whether a policy of the engine needs an index.
-    ValueError for sizes in which no page fits."""
+    """The frames that an engine of these sizes has for pages of layers that keep all tokens, on any machine: how much
+    memory this one has does not count. All of host_bytes is the pool's, as in an engine without reuse. hot: whether a
+    policy of the engine needs an index. ValueError for sizes in which no page fits."""
     host = host_memory(plan, host_bytes, keeps_none="only running sequences count here", here=False).pages
     pages = _device_pages(plan, whole_number("device_bytes", device_bytes, 1, 2**63), host) + host
     return frame_counts(pages, host, -(-prefill_chunk // plan.page_size), hot=hot)
@@ -358,10 +368,11 @@ def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
 
 
 def pool_pages(plan: MemoryPlan, *sizes, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
-    """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
-    `pool_size`, which says what is raised. mesh: pages are sharded over the devices of its context axis, so their number is a multiple of
-    these, no larger than asked for, but for one page on each. Its processes agree on the fewest that one of them has room for. Raises
-    ValueError for device_bytes beyond the device's memory, too."""
+    """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory.
+    sizes: those of `pool_size`, which says what is raised. mesh: pages are sharded over the devices of its context
+    axis, so their number is a multiple of these, no larger than asked for, but for one page on each. Its processes
+    agree on the fewest that one of them has room for. Raises ValueError for device_bytes beyond the device's memory,
+    too."""
     _, _, device_bytes, *_ = sizes
     device, host = pool_size(plan, *sizes)
     if device_bytes is not None and device_bytes > (total := _device_memory()):
@@ -388,7 +399,8 @@ def free_bytes(device: jax.Device) -> int:
 
 
 def _available_bytes() -> int:
-    """Bytes of this machine's memory that programs can have. On Linux files that the system keeps in memory count: it drops them."""
+    """Bytes of this machine's memory that programs can have. On Linux files that the system keeps in memory count: it
+    drops them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -397,8 +409,8 @@ def _available_bytes() -> int:
 
 
 def check_pool(plan: MemoryPlan, pages: int) -> int:
-    """Returns `pages`; ValueError for a pool that is larger than the first device's whole memory. Without this check the host would run out
-    of memory first."""
+    """Returns `pages`; ValueError for a pool that is larger than the first device's whole memory. Without this check
+    the host would run out of memory first."""
     total = _device_memory()
     if plan.pool_bytes(pages) > total:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""What decode steps were measured to miss of dense's attention, and what the alarm did. `kvjax.policies.decode.Watched` measures it."""
+"""What decode steps were measured to miss of dense's attention, and what the alarm did. `kvjax.policies.decode.Watched`
+measures it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from collections.abc import Iterable
 class Missed:
     """Of one answer, or of several (`+`). Shares are of attention, 0 to 1.
 
-    samples: measured shares, one for each measured step, layer and KV head: the mean over its query heads. mean: their mean. largest: the
-    largest share of a query head; layer and head: where: the number of the layer among those that attend to pages, and its KV head. Shares
-    are of what a step would have read, before the alarm acted. alarms: times that a share was too large. wide_heads, dense_heads: heads
-    that read a larger budget, or every key, at the end. steps: steps of such heads, each head counted for itself. keys: how many more
-    these read.
+    samples: measured shares, one for each measured step, layer and KV head: the mean over its query heads. mean: their
+    mean. largest: the largest share of a query head; layer and head: where: the number of the layer among those that
+    attend to pages, and its KV head. Shares are of what a step would have read, before the alarm acted. alarms: times
+    that a share was too large. wide_heads, dense_heads: heads that read a larger budget, or every key, at the end.
+    steps: steps of such heads, each head counted for itself. keys: how many more these read.
     """
 
     samples: int = 0

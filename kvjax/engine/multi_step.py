@@ -1,7 +1,8 @@
 """Several decode steps in one launch: a loop on the device, in which rows end by themselves.
 
-The host launches a program once for N steps, so its part of a step is 1/N. Every step computes what `kvjax.engine.steps.decode_and_sample`
-computes, and a row that has ended writes nothing and changes no state in the steps that are left.
+The host launches a program once for N steps, so its part of a step is 1/N. Every step computes what
+`kvjax.engine.steps.decode_and_sample` computes, and a row that has ended writes nothing and changes no state in the
+steps that are left.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ STOP_IDS = 4
 
 @flax.struct.dataclass
 class Ends:
-    """Where the rows of a batch end. left: how many more tokens each may make; 0: it has ended. stop_ids: the tokens after which a row
-    ends, -1 where there are fewer."""
+    """Where the rows of a batch end. left: how many more tokens each may make; 0: it has ended. stop_ids: the tokens
+    after which a row ends, -1 where there are fewer."""
 
     left: Int[Array, "B"]
     stop_ids: Int[Array, "B S"]
@@ -43,15 +44,18 @@ class Ends:
 def decode_steps(
     static: StepStatic, inputs: StepInputs
 ) -> tuple[Sampled, Int[Array, "N B C"], Ends, Cache, tuple[Any, ...], AttentionStats]:
-    """`static.steps` steps of `kvjax.engine.steps.decode_and_sample`, without drafts, in one call. DONATES cache and counts.
+    """`static.steps` steps of `kvjax.engine.steps.decode_and_sample`, without drafts, in one call. DONATES cache and
+    counts.
 
-    A row steps while it is active and has not ended. One whose logits were not finite ends, too. From then on its token, its part of the
-    cache, its counts and its states stay as they are. N, the number of steps, is at most `kvjax.cache.MAX_STEP_TOKENS`. following: pages of
-    all tokens that the steps write. ends: where rows end. Those of the next launch are in the result.
+    A row steps while it is active and has not ended. One whose logits were not finite ends, too. From then on its
+    token, its part of the cache, its counts and its states stay as they are. N, the number of steps, is at most
+    `kvjax.cache.MAX_STEP_TOKENS`. following: pages of all tokens that the steps write. ends: where rows end. Those of
+    the next launch are in the result.
 
     Returns:
-        What each row's own last step sampled, without `top_tokens` (a row that did not step keeps its token); what the host reads of each
-        step, as `kvjax.engine.step_output.pack` packs it, which means nothing in rows that did not step; and what the last step read.
+        What each row's own last step sampled, without `top_tokens` (a row that did not step keeps its token); what the
+        host reads of each step, as `kvjax.engine.step_output.pack` packs it, which means nothing in rows that did not
+        step; and what the last step read.
     """
     _, cache, tokens, active, states, rows, counts, ends, following = inputs
     cache = cache if following is None else name_pages(cache, following)

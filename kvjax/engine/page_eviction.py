@@ -1,7 +1,8 @@
 """Giving pages back that a sequence's policy never reads again, and who may read the sequence afterwards.
 
-A policy says what it keeps (`kvjax.policies.decode.GivesPagesBack`). With its first step on a sequence the pages outside are given back.
-Where they are shared with other sequences, those keep them. From then on the sequence can be read only within what was kept.
+A policy says what it keeps (`kvjax.policies.decode.GivesPagesBack`). With its first step on a sequence the pages
+outside are given back. Where they are shared with other sequences, those keep them. From then on the sequence can be
+read only within what was kept.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from kvjax.policies.decode import DecodePolicy, KeepsByMass
 from kvjax.policies.prefill import PrefillPolicy
 
 LAG = 2
-"""Steps after which the host reads a choice that the device has made. A scheduler has then read the tokens of that step, so the choice is
-there, and nobody waits."""
+"""Steps after which the host reads a choice that the device has made. A scheduler has then read the tokens of that
+step, so the choice is there, and nobody waits."""
 
 
 def reach_of(policy: DecodePolicy | PrefillPolicy, page_size: int) -> Reach | None:
@@ -31,7 +32,8 @@ def reach_of(policy: DecodePolicy | PrefillPolicy, page_size: int) -> Reach | No
 
 
 def kept_by(policy: DecodePolicy, page_size: int) -> Reach | None:
-    """The sinks and window that a policy keeps of its sequences, beside pages that it chooses; None if it keeps everything."""
+    """The sinks and window that a policy keeps of its sequences, beside pages that it chooses; None if it keeps
+    everything."""
     return policy.keeps(page_size) if hasattr(policy, "keeps") else None
 
 
@@ -54,8 +56,9 @@ def within(inner: Reach | None, outer: Reach | None) -> bool:
 
 
 def kept_from_the_start(policies: Sequence[DecodePolicy], prefill: PrefillPolicy, page_size: int) -> Reach | None:
-    """What every sequence of an engine keeps while its prompt is still being prefilled: what the first of its policies keeps, if neither
-    the others nor prefill read more. None: everything, until the first step of a policy that gives pages back."""
+    """What every sequence of an engine keeps while its prompt is still being prefilled: what the first of its policies
+    keeps, if neither the others nor prefill read more. None: everything, until the first step of a policy that gives
+    pages back."""
     first, *others = policies
     kept = None if isinstance(first, KeepsByMass) else kept_by(first, page_size)
     if kept is None or not all(within(reach_of(each, page_size), kept) for each in (*others, prefill)):
@@ -65,8 +68,8 @@ def kept_from_the_start(policies: Sequence[DecodePolicy], prefill: PrefillPolicy
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A choice of distant pages that the device makes: those of `kept` stay, of all before `first_local`. due: the step after which the
-    host reads it."""
+    """A choice of distant pages that the device makes: those of `kept` stay, of all before `first_local`. due: the step
+    after which the host reads it."""
 
     due: int
     sequence: CachedSequence

@@ -1,8 +1,8 @@
-"""How an engine mixes tokens: it writes a layer's keys and values, or latents, to pages, and attends to what the layer's group and the
-policy read.
+"""How an engine mixes tokens: it writes a layer's keys and values, or latents, to pages, and attends to what the
+layer's group and the policy read.
 
-A layer group with a window reads only its window. Policies list blocks in layers that keep every token. A recurrent layer has one row of
-state per sequence: the only entry of its page table.
+A layer group with a window reads only its window. Policies list blocks in layers that keep every token. A recurrent
+layer has one row of state per sequence: the only entry of its page table.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def write(
     frames: Int[Array, "B M"] | None,
     chunk: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
 ) -> tuple[LayerCache | None, OpenPages | None]:
-    """Layer `number` of `layers` with the valid tokens written; unchanged if it reads another layer's pages. And, if it packs sealed pages,
-    the open pages that these tokens' queries read.
+    """Layer `number` of `layers` with the valid tokens written; unchanged if it reads another layer's pages. And, if it
+    packs sealed pages, the open pages that these tokens' queries read.
 
-    frames: those of its page table; None: frames are page ids. chunk: of prefill: its first token to write, and the first whose row is
-    computed. ValueError if model and cache name different windows, or different layers to share with.
+    frames: those of its page table; None: frames are page ids. chunk: of prefill: its first token to write, and the
+    first whose row is computed. ValueError if model and cache name different windows, or different layers to share
+    with.
     """
     window, owner = cache.spec.group_of(number).window, cache.spec.layers[number].share_with
     if given.window != window:
@@ -64,7 +65,8 @@ def write(
 
 
 def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int, owners: tuple[LayerCache, ...] = ()) -> LayerCache:
-    """The pages that layer `number` attends to: its own, or those of the layer that it shares with. owners: the layers of `spec.owners`."""
+    """The pages that layer `number` attends to: its own, or those of the layer that it shares with. owners: the layers
+    of `spec.owners`."""
     owner = spec.layers[number].share_with
     if owner is None:
         return layers[number]
@@ -79,9 +81,10 @@ def indexer_query(given: Heads | Latents) -> IndexerQuery | None:
 def attend_chunk(
     policy: PrefillPolicy, given: Heads | Latents, layer: LayerCache, ctx: PrefillContext, learning: Learning | None, known: tuple[Any, ...]
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """Attention of a chunk, and the states of learning policies after it. known: their states of this layer before it. In a layer with a
-    window they learn nothing. On a mesh, queries and output are those of this device's rows (`kvjax.engine.sequence_parallel`); where a
-    policy looks at all queries of the chunk together, every device attends for all of them."""
+    """Attention of a chunk, and the states of learning policies after it. known: their states of this layer before it.
+    In a layer with a window they learn nothing. On a mesh, queries and output are those of this device's rows
+    (`kvjax.engine.sequence_parallel`); where a policy looks at all queries of the chunk together, every device attends
+    for all of them."""
 
     def attend(query: Array, ctx: PrefillContext) -> tuple[Array, tuple[Any, ...]]:
         if given.window is None:
@@ -114,9 +117,9 @@ def attend_hot(
     now: Int[Array, ""],
     owner: int,
 ) -> tuple[Float[Array, "B T H D"], Blocks, Any, Pages, HotTiles, Fetched] | None:
-    """`policy.attend` through the hot buffer of layer `owner`: output, list and state, the layer's pages (without open ones) and the buffer
-    afterwards, and what was listed. now: the step's number. None where the policy does not list whole pages for all queries together, or
-    attends by an op of its own: then pages are read where they lie."""
+    """`policy.attend` through the hot buffer of layer `owner`: output, list and state, the layer's pages (without open
+    ones) and the buffer afterwards, and what was listed. now: the step's number. None where the policy does not list
+    whole pages for all queries together, or attends by an op of its own: then pages are read where they lie."""
     if not lists_pages(policy, ctx.page_size) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
@@ -130,15 +133,16 @@ def attend_hot(
 
 
 def lists_pages(policy: DecodePolicy, page_size: int) -> bool:
-    """Whether a step of one token goes through the hot buffer, in layers where `policy` has a list and the engine has a buffer: what
-    `attend_hot` finds when it runs, said before."""
+    """Whether a step of one token goes through the hot buffer, in layers where `policy` has a list and the engine has a
+    buffer: what `attend_hot` finds when it runs, said before."""
     return attends_by_list(policy) and getattr(policy, "block_size", None) in (None, page_size)
 
 
 def attend_tokens(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, Any]:
-    """`policy.attend`. Where pages are sharded over the devices of a mesh, each reads those of the policy's list that it has."""
+    """`policy.attend`. Where pages are sharded over the devices of a mesh, each reads those of the policy's list that
+    it has."""
     if not ctx.sharded:
         return policy.attend(query, layer, ctx, state)
     blocks, state = policy.select(query, layer, ctx, state)
@@ -152,10 +156,11 @@ def attend_tokens(
 def all_gather_pages(
     layer: PagedKV | LatentPages, ctx: PrefillContext, table: Int[Array, "B M"], indexes: tuple[IndexSpec, ...]
 ) -> tuple[PagedKV | LatentPages, PrefillContext]:
-    """The layer with the pages of all devices of the context axis in place of its pool, and the context with their places.
+    """The layer with the pages of all devices of the context axis in place of its pool, and the context with their
+    places.
 
-    table: page ids of the whole mesh. indexes: those that are gathered, too. Memory: the pages of one layer, `B * M` of them, on every
-    device.
+    table: page ids of the whole mesh. indexes: those that are gathered, too. Memory: the pages of one layer, `B * M` of
+    them, on every device.
     """
     shards = ctx.shards
     rows, places = shards.places(table, ctx.page_table)
@@ -178,7 +183,8 @@ def recurrent_prefill(
 def recurrent_decode(
     cache: Cache, layers: tuple[LayerCache | None, ...], number: int, given: Recurrence, active: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
-    """The recurrence of a decode step in layer `number` of `layers`, and the layer after it. cache.lengths: without these tokens."""
+    """The recurrence of a decode step in layer `number` of `layers`, and the layer after it. cache.lengths: without
+    these tokens."""
     return recurrent.step(layers[number], cache.table_of(number)[:, 0], given, cache.lengths, active)
 
 

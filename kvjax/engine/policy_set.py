@@ -1,4 +1,5 @@
-"""The policies of an engine: they are bound to its model, checked against its sizes, and asked which policy they choose."""
+"""The policies of an engine: they are bound to its model, checked against its sizes, and asked which policy they
+choose."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
-    """The policies of a model where the caller names none: dense, or tokens:K with the K that its indexer was trained with."""
+    """The policies of a model where the caller names none: dense, or tokens:K with the K that its indexer was trained
+    with."""
     counts = {mixer.index_topk for mixer in config.latent}
     if not counts:
         return parse("dense"), parse_prefill("dense")
@@ -53,11 +55,12 @@ class IndexNotBuilt(ValueError):
 class PolicySet:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
-    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. named: those
-    that were declared by a name, by that name. states: those of learning policies. reach: what every sequence keeps from its first token on
-    (`kvjax.engine.page_eviction.kept_from_the_start`). last_choice, last_prefill_choice: the latest choices of policies such as `auto`.
-    mesh: of the engine; None: one device. cache_format: of its pages, which the policies must be able to read. frames: those of the engine,
-    for policies that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the layers.
+    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy`
+    first. named: those that were declared by a name, by that name. states: those of learning policies. reach: what
+    every sequence keeps from its first token on (`kvjax.engine.page_eviction.kept_from_the_start`). last_choice,
+    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device.
+    cache_format: of its pages, which the policies must be able to read. frames: those of the engine, for policies that
+    choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the layers.
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class PolicySet:
             logger.warning("%s", said)
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
-        """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not build."""
+        """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not
+        build."""
         try:
             if policy in self._found:
                 return self._found[policy]
@@ -127,7 +131,8 @@ class PolicySet:
         return chosen
 
     def choose(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
-        """The policy that decodes sequences of these lengths in tokens: `policy`, or the one that it chooses. Logs a new choice."""
+        """The policy that decodes sequences of these lengths in tokens: `policy`, or the one that it chooses. Logs a
+        new choice."""
         if not isinstance(policy, ChoosesDecode):
             return policy
         choice = policy.choose(lengths, *self._sizes)
@@ -137,8 +142,8 @@ class PolicySet:
         return choice.policy
 
     def choose_prefill(self, policy: PrefillPolicy, start: int) -> PrefillPolicy:
-        """The policy that prefills the chunk from position `start` on: `policy`, or the one that it chooses. Logs each kind of choice
-        once."""
+        """The policy that prefills the chunk from position `start` on: `policy`, or the one that it chooses. Logs each
+        kind of choice once."""
         if not isinstance(policy, ChoosesPrefill):
             return policy
         self.last_prefill_choice = choice = policy.choose(start, start + self.prefill_chunk)
@@ -214,8 +219,8 @@ class PolicySet:
 
 
 def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelConfig) -> None:
-    """ValueError for a policy that the model's layers cannot run. One that chooses another needs evidence and times, which models of latent
-    attention do not have."""
+    """ValueError for a policy that the model's layers cannot run. One that chooses another needs evidence and times,
+    which models of latent attention do not have."""
     paged = len(config.attention) + len(config.latent)
     if getattr(policy, "needs_indexer", False) and len(config.latent) < paged:
         raise ValueError(f"{said} needs latent pages and a lightning indexer in every layer of attention, which this model does not have")
@@ -228,8 +233,8 @@ def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, config: Model
 
 
 def _check_pages(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelConfig, page_size: int) -> None:
-    """ValueError for a policy that cannot read pages of this size, or that counts positions in the cache where the model does not allow
-    it."""
+    """ValueError for a policy that cannot read pages of this size, or that counts positions in the cache where the
+    model does not allow it."""
     if hasattr(policy, "check_pages"):
         policy.check_pages(page_size)
     if not getattr(policy, "remap", False):

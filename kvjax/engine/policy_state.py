@@ -1,4 +1,5 @@
-"""Learning from prefill: the attention mass of a chunk, for policies that ask for it, and their states while a chunk is not full."""
+"""Learning from prefill: the attention mass of a chunk, for policies that ask for it, and their states while a chunk is
+not full."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 @flax.struct.dataclass
 class Learning:
-    """What one prefill step learns from: policies, their states before the chunk, and the position from which queries count.
+    """What one prefill step learns from: policies, their states before the chunk, and the position from which queries
+    count.
 
-    states: for every policy, one for each layer that attends to pages. max_pages: the width of states: the pages of the longest sequence
-    that the model allows.
+    states: for every policy, one for each layer that attends to pages. max_pages: the width of states: the pages of the
+    longest sequence that the model allows.
     """
 
     states: tuple[States, ...]
@@ -54,8 +56,8 @@ def learns_from_prefill(policy: DecodePolicy) -> bool:
 
 
 def state_specs(config: ModelConfig, page_size: int, max_pages: int, tensor: int = 1) -> tuple[StateSpec, ...]:
-    """For each layer that attends to pages, the sizes from which a policy makes its state. tensor: over how many devices heads are split;
-    the sizes are those over all of them."""
+    """For each layer that attends to pages, the sizes from which a policy makes its state. tensor: over how many
+    devices heads are split; the sizes are those over all of them."""
     mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
     rows = [
         (1, each.latent_dim + each.rope.dim) if isinstance(each, LatentLayer) else (each.num_kv_heads, each.head_dim) for each in mixers
@@ -66,8 +68,8 @@ def state_specs(config: ModelConfig, page_size: int, max_pages: int, tensor: int
 
 
 class PolicyStates:
-    """The states of an engine's policies. `policies`: those that learn from prefill. tensor: as in `state_specs`. packed: whether pages
-    are.
+    """The states of an engine's policies. `policies`: those that learn from prefill. tensor: as in `state_specs`.
+    packed: whether pages are.
 
     ValueError for a policy that the engine's sizes do not allow.
     """
@@ -121,8 +123,8 @@ class PolicyStates:
         return self._fresh[policy]
 
     def of_batch(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> States:
-        """Per layer, the policy's state of all slots. A sequence that it has not seen gets a fresh state; ValueError if the policy should
-        have seen its prefill."""
+        """Per layer, the policy's state of all slots. A sequence that it has not seen gets a fresh state; ValueError if
+        the policy should have seen its prefill."""
         if policy in self._none:
             return self._none[policy]
         self.check_learned(policy, slots)
@@ -137,7 +139,8 @@ class PolicyStates:
     def before_chunk(self, sequence: CachedSequence, start: int, first: int, *, whole: bool) -> tuple[Learning | None, OpenChunk | None]:
         """What a prefill step over the chunk from `start` on learns, if `first` is the first token that it writes.
 
-        whole: whether the chunk's queries give the same as in the call that wrote them. (None, None) where there is nothing to learn.
+        whole: whether the chunk's queries give the same as in the call that wrote them. (None, None) where there is
+        nothing to learn.
         """
         if not sequence.length:
             sequence.states = {policy: self.fresh(policy) for policy in self.policies}
@@ -170,7 +173,8 @@ def _split(states: States, size: int) -> tuple[States, ...]:
 def after_chunk(
     sequence: CachedSequence, learning: Learning | None, opened: OpenChunk | None, learned: tuple[States, ...], written: Sequence[int]
 ) -> None:
-    """Keep what a prefill step learned, and what the next call needs to continue. written: its tokens, which sequence.length counts."""
+    """Keep what a prefill step learned, and what the next call needs to continue. written: its tokens, which
+    sequence.length counts."""
     if learning is not None:
         sequence.states = sequence.states | dict(zip(learning.policies, learned, strict=True))
         early = max(0, opened.position - (sequence.length - len(written)))
@@ -196,7 +200,8 @@ def attend_and_learn(
     learning: Learning | None,
     known: tuple[Any, ...],
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """A chunk's attention in one layer, and every learning policy's state after it. known: this layer's states before it."""
+    """A chunk's attention in one layer, and every learning policy's state after it. known: this layer's states before
+    it."""
     if learning is None:
         return policy.attend(query, layer, ctx), ()
     out, lse = policy.attend_with_lse(query, layer, ctx) if isinstance(policy, DensePrefill) else (policy.attend(query, layer, ctx), None)
@@ -216,8 +221,8 @@ def _mass(
     ctx: PrefillContext,
     learning: Learning,
 ) -> tuple[Float32[Array, "B H S"], Int[Array, "B"]]:
-    """Mass of every block, and the first observed position. Reads only observed rows. lse: None: the rows first attend densely to get
-    it."""
+    """Mass of every block, and the first observed position. Reads only observed rows. lse: None: the rows first attend
+    densely to get it."""
     rows, starts, first = query.shape[1], ctx.starts, learning.first
     if asked.queries is not None:
         first = jnp.maximum(first, ctx.lengths - asked.queries)

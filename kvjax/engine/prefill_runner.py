@@ -1,7 +1,9 @@
-"""Prefill, chunk by chunk. A chunk runs through the layers in slices, and an engine may do something else between two slices.
+"""Prefill, chunk by chunk. A chunk runs through the layers in slices, and an engine may do something else between two
+slices.
 
-Chunks begin at multiples of the chunk size, and the slices of a model are always the same, so a prompt's bits depend only on the prompt.
-Each slice is a program over its own layers. Slices of equal layers share a program, and slices are cut so that few programs are needed.
+Chunks begin at multiples of the chunk size, and the slices of a model are always the same, so a prompt's bits depend
+only on the prompt. Each slice is a program over its own layers. Slices of equal layers share a program, and slices are
+cut so that few programs are needed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from kvjax.policies.prefill import DensePrefill, PrefillPolicy
 logger = logging.getLogger(__name__)
 
 SLICES = (4, 5, 3, 6)
-"""Possible lengths of a slice, in layers. The first one that needs the fewest programs is used. These are fixed, because other cuts may
-round differently."""
+"""Possible lengths of a slice, in layers. The first one that needs the fewest programs is used. These are fixed,
+because other cuts may round differently."""
 
 
 MUCH_COPIED = 10 * 2**30
@@ -44,8 +46,9 @@ MUCH_COPIED = 10 * 2**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slice:
-    """Layers [first, last) of a model. `decoder` and `spec` are of these layers alone, and equal for equal layers. place, end: `first` and
-    `last`, counted only in layers that attend to pages. owners: earlier layers whose pages it reads."""
+    """Layers [first, last) of a model. `decoder` and `spec` are of these layers alone, and equal for equal layers.
+    place, end: `first` and `last`, counted only in layers that attend to pages. owners: earlier layers whose pages it
+    reads."""
 
     first: int
     last: int
@@ -57,8 +60,8 @@ class Slice:
 
 
 def cut_layers(decoder: Decoder, spec: CacheSpec, tensor: int | None = None) -> tuple[Slice, ...]:
-    """The slices of a model. All have the same length, except the last, which may be shorter. tensor: over how many devices of a mesh heads
-    are split; None: no mesh."""
+    """The slices of a model. All have the same length, except the last, which may be shorter. tensor: over how many
+    devices of a mesh heads are split; None: no mesh."""
     counts = {size: len({(each.decoder, each.spec) for each in _cut(decoder, spec, size, tensor)}) for size in SLICES}
     return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]), tensor)
 
@@ -81,12 +84,13 @@ def _cut(decoder: Decoder, spec: CacheSpec, size: int, tensor: int | None) -> tu
 class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
-    ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
-    policy from `first` on. always: as in `Prefiller.begin`. done: slices that have run. x: token ids `[1, T]` before the first slice,
-    hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any. logits: `[V]` after its last token, if
-    it ends: also with all_logits of that row alone, because the product of a whole chunk with the head rounds otherwise. moved:
-    `Pool.moved` when tables and staged were made. staged: by layer group, how pages are copied to device memory before a layer reads them,
-    and which of them together; None: none, because none lies on the host. ahead: those that were copied for the next layer.
+    ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new
+    prompt would run this policy from `first` on. always: as in `Prefiller.begin`. done: slices that have run. x: token
+    ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T,
+    V]`, if it has any. logits: `[V]` after its last token, if it ends: also with all_logits of that row alone, because
+    the product of a whole chunk with the head rounds otherwise. moved: `Pool.moved` when tables and staged were made.
+    staged: by layer group, how pages are copied to device memory before a layer reads them, and which of them together;
+    None: none, because none lies on the host. ahead: those that were copied for the next layer.
     """
 
     sequence: CachedSequence
@@ -122,9 +126,9 @@ class ChunkRun:
 
 
 class Prefiller:
-    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds. on_written: if set,
-    called with each chunk that has run all layers. brings: whether the devices of a mesh bring a sequence's pages together for each layer
-    (`kvjax.engine.paged_attention.bring`)."""
+    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds. on_written: if
+    set, called with each chunk that has run all layers. brings: whether the devices of a mesh bring a sequence's pages
+    together for each layer (`kvjax.engine.paged_attention.bring`)."""
 
     def __init__(self, model: Model, pool: Pool, groups: PageManager, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
@@ -137,11 +141,11 @@ class Prefiller:
     def begin(
         self, sequence: CachedSequence, tokens: Sequence[int], policy: PrefillPolicy, *, all_logits: bool = False, always: bool = False
     ) -> ChunkRun:
-        """Begin to write as many of `tokens` as fit into the chunk of the sequence's next token. Their pages must have been taken.
-        Raises as `Pool.check` does.
+        """Begin to write as many of `tokens` as fit into the chunk of the sequence's next token. Their pages must have
+        been taken. Raises as `Pool.check` does.
 
-        always: run the policy wherever the tokens begin, over all pages that the sequence holds, to compile its program; the result does
-        not matter.
+        always: run the policy wherever the tokens begin, over all pages that the sequence holds, to compile its
+        program; the result does not matter.
         """
         self._pool.check()
         first = sequence.length
@@ -168,15 +172,16 @@ class Prefiller:
         return run
 
     def _make_room(self, sequence: CachedSequence, start: int) -> None:
-        """Begin to copy pages to host memory, so that the chunk after the one from `start` on finds room on the device: pages of earlier
-        chunks, and those that are kept for other prompts. Others may still be written."""
+        """Begin to copy pages to host memory, so that the chunk after the one from `start` on finds room on the device:
+        pages of earlier chunks, and those that are kept for other prompts. Others may still be written."""
         for group in [group for group in self._page_manager.spec.groups if group.name in self._pool.frames]:
             if count := self._pool.frames[group.name].lacking(-(-self.chunk // group.page_size)):
                 earlier = sequence.pages[group.name][: start // group.page_size]
                 self._pool.copy_ahead(group.name, {*earlier, *self._page_manager.allocators[group.name].kept_pages}, count)
 
     def _find_pages(self, run: ChunkRun) -> None:
-        """Look where the pages of a chunk lie: at its beginning, and whenever pages have moved between two of its slices."""
+        """Look where the pages of a chunk lie: at its beginning, and whenever pages have moved between two of its
+        slices."""
         sequence = run.sequence
         run.moved, run.ahead = self._pool.moved, None
         run.staged = self._stage(sequence, run.start, run.last) if self._pool.any_on_host(sequence.pages) else None
@@ -189,7 +194,8 @@ class Prefiller:
             run.tables = self._page_manager.staged_tables(sequence, run.last, widths)
 
     def _brought_tables(self, run: ChunkRun) -> dict[str, Int[np.ndarray, "1 M"]]:
-        """Tables of the pages that the chunk reads, because all that a table has room for are brought from other devices."""
+        """Tables of the pages that the chunk reads, because all that a table has room for are brought from other
+        devices."""
         groups, length = self._page_manager.spec.groups, run.last
         if run.always:
             length = max(len(run.sequence.pages[group.name]) * group.page_size for group in groups if group.page_size != WHOLE)
@@ -209,11 +215,12 @@ class Prefiller:
         return found
 
     def compile_copies(self, sequence: CachedSequence, policy: PrefillPolicy, tokens: int) -> Iterator[None]:
-        """Compile the slices that copy pages from host memory, for prompts of up to so many tokens whose pages are the only ones there, and
-        that are written chunk by chunk (`sizes_alone`). One step of the iterator for each combination of sizes.
+        """Compile the slices that copy pages from host memory, for prompts of up to so many tokens whose pages are the
+        only ones there, and that are written chunk by chunk (`sizes_alone`). One step of the iterator for each
+        combination of sizes.
 
-        Among the pages of others, some lie apart, and the sizes may differ: then they are compiled when first needed. sequence: has a few
-        tokens, and room for one more. It gets a token each time, and loses it again.
+        Among the pages of others, some lie apart, and the sizes may differ: then they are compiled when first needed.
+        sequence: has a few tokens, and room for one more. It gets a token each time, and loses it again.
         """
         length, copied = sequence.length, self._pool.copied_bytes
         for run in self._with_copies(sequence, policy, tokens):
@@ -277,29 +284,30 @@ class Prefiller:
         if run.staged is None:
             return None
         part, (copied, own) = self.slices[run.done], self._copied(run)
-        # After the last slice no layer follows. It copies for its own first layer again, so that it runs the same program as the others.
+        # After the last slice no layer follows. It copies for its own first layer again, so that it runs the same
+        # program as the others.
         following = next((number for number in copied if number >= part.last), own[0]) if own else None
         windows = tuple(self._window(run.staged, number) if number in own[1:] else None for number in range(part.first, part.last))
         staged = {name: where for name, (where, _) in run.staged.items() if any(group.name == name for group in part.spec.groups)}
         return Copies(staged, windows, self._window(run.staged, following))
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
-        """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
-        the logits, if the chunk has any."""
+        """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written,
+        and `run.x` holds the logits, if the chunk has any."""
         try:
             return self._advance(run, slices)
         except Exception as error:
-            # The rows of earlier slices hold the chunk's end already, so nothing could go on from where the sequence was. Rows of other
-            # sequences, and all pages, are as they were, unless the pool says that they are lost.
+            # The rows of earlier slices hold the chunk's end already, so nothing could go on from where the sequence
+            # was. Rows of other sequences, and all pages, are as they were, unless the pool says that they are lost.
             if self._rows_moved(run):
                 self._pool.check(error)
                 run.sequence.fail(error)
             raise
 
     def advance_one_of(self, runs: dict[CachedSequence, ChunkRun], sequence: CachedSequence, slices: int | None) -> Prefilled | None:
-        """`advance` a sequence's chunk. Returns its result after the last layer, else None. The chunk leaves `runs` once its tokens are
-        written, even if their pages cannot be kept for later prompts then (`on_written`): run again, it would write them twice. So does
-        that of a sequence that is lost."""
+        """`advance` a sequence's chunk. Returns its result after the last layer, else None. The chunk leaves `runs`
+        once its tokens are written, even if their pages cannot be kept for later prompts then (`on_written`): run
+        again, it would write them twice. So does that of a sequence that is lost."""
         run = runs[sequence]
         try:
             return run.finish() if self.advance(run, slices) else None
@@ -321,7 +329,8 @@ class Prefiller:
             self._next_slice(run)
         if run.done < len(self.slices):
             return False
-        # The host launches one chunk ahead of the device, and no more: whoever cancels a prompt waits for a chunk, and not for all of it.
+        # The host launches one chunk ahead of the device, and no more: whoever cancels a prompt waits for a chunk, and
+        # not for all of it.
         before, self._behind = self._behind, None if run.ends else run.x
         decoder, params = self.model.decoder, self.model.decoder.params_of(self.model.params, 0, 0)
         places = np.array([run.start], np.int32), np.array([run.last], np.int32)
@@ -348,7 +357,8 @@ class Prefiller:
         return sum(spec.bytes_per_frame(group.name) / group.page_size for group in groups)
 
     def _warn_of_copies(self, start: int, last: int) -> None:
-        """Say how much the chunks of tokens [start, last) copy, if it is much. At most all earlier pages, once for each chunk."""
+        """Say how much the chunks of tokens [start, last) copy, if it is much. At most all earlier pages, once for each
+        chunk."""
         copied = sum(range(start, last, self.chunk)) * self._token_bytes
         if copied > MUCH_COPIED:
             self._warned = True
@@ -365,7 +375,8 @@ class Prefiller:
         return self._pool.put(x) if self._pool.frames else x
 
     def calls(self, run: ChunkRun) -> Iterator[functools.partial]:
-        """What the slices of a chunk will call, for `programs.compile_together`. Only the embedding runs; the chunk stays as it is."""
+        """What the slices of a chunk will call, for `programs.compile_together`. Only the embedding runs; the chunk
+        stays as it is."""
         run, x = dataclasses.replace(run), self._embedded(run)
         while run.done < len(self.slices):
             if (window := self._lacks(run)) is not None:
@@ -384,7 +395,8 @@ class Prefiller:
         """The next slice, whose input is x."""
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
-        # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
+        # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside
+        # them are not.
         cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)
         layers, copies = self._pool.layers, self._copies(run)
         static = StepStatic(part.decoder, run.policy, self.indexes, self._pool.shards)

@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class Reuse:
-    """The cache of prefixes of an engine that reuses pages. prefiller: also for a sample of what this engine writes. host: what
-    `stores.host_bytes` are. exact: find only pages that a prompt would write itself; else all pages of its tokens, however they were
-    written. ValueError for a size of the disk in which no page fits, and for host memory that cannot be pinned."""
+    """The cache of prefixes of an engine that reuses pages. prefiller: also for a sample of what this engine writes.
+    host: what `stores.host_bytes` are. exact: find only pages that a prompt would write itself; else all pages of its
+    tokens, however they were written. ValueError for a size of the disk in which no page fits, and for host memory that
+    cannot be pinned."""
 
     def __init__(
         self,
@@ -153,7 +154,8 @@ class Reuse:
         return identity(self._policy_set.prefill_at(position // chunk * chunk))
 
     def _root(self) -> bytes:
-        """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with others at least."""
+        """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with
+        others at least."""
         if not self.exact:
             common = [kvjax.__version__, self._page_size, self._packed, str(self.model.config.compute_dtype), self._mesh]
             return json.dumps([self._mark, "any", *common]).encode()
@@ -165,9 +167,9 @@ class Reuse:
         return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path(), sample], sort_keys=True).encode()
 
     def _sample(self) -> str:
-        """A digest of what this engine writes for a fixed text of one chunk. It differs where bits do, whatever the reason: the processor's
-        instructions, flags of the compiler, settings of JAX, a change of the code. Where too few pages are free for it, a value of its own:
-        then nothing is found on disk, and nobody finds what is kept."""
+        """A digest of what this engine writes for a fixed text of one chunk. It differs where bits do, whatever the
+        reason: the processor's instructions, flags of the compiler, settings of JAX, a change of the code. Where too
+        few pages are free for it, a value of its own: then nothing is found on disk, and nobody finds what is kept."""
         path = dispatch.forced_path()
         if path not in self._samples:
             config, spec = self.model.config, self._page_manager.spec

@@ -1,7 +1,8 @@
 """Rows of state of recurrent layers: a chunk of prefill, a decode step, and the fold of a full page.
 
-All functions are pure; under jit with a donated cache the updates are in place. Everything that decides bits is computed row by row, in
-loops whose length the compiler does not know, so that bits are the same in every program. `step` is the exception (see `delta_step`).
+All functions are pure; under jit with a donated cache the updates are in place. Everything that decides bits is
+computed row by row, in loops whose length the compiler does not know, so that bits are the same in every program.
+`step` is the exception (see `delta_step`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def prefill(
 ) -> tuple[Float[Array, "B T H Dv"], SlotLayer]:
     """The recurrence of one chunk of prefill.
 
-    The chunk covers positions [starts, starts + T), which are whole pages. Of these, [fresh, lengths) are new. rows: rows of `layer`, all
-    different. Returns what the new tokens read, 0 elsewhere, and the rows with these tokens. Bits do not depend on how tokens were cut into
-    calls.
+    The chunk covers positions [starts, starts + T), which are whole pages. Of these, [fresh, lengths) are new. rows:
+    rows of `layer`, all different. Returns what the new tokens read, 0 elsewhere, and the rows with these tokens. Bits
+    do not depend on how tokens were cut into calls.
     """
     layer = catch_up(layer, rows, fresh, fresh < lengths, given)
 
@@ -44,9 +45,11 @@ def prefill(
 def step(
     layer: SlotLayer, rows: Int[Array, "B"], given: Recurrence, written: Int[Array, "B"], active: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], SlotLayer]:
-    """The recurrence of a decode step: T tokens of every active row, after the `written` ones. T is at most MAX_STEP_TOKENS and a page.
+    """The recurrence of a decode step: T tokens of every active row, after the `written` ones. T is at most
+    MAX_STEP_TOKENS and a page.
 
-    `written` of the next call says how many of them stay; the others are never read. Returns what the tokens read, and the layer.
+    `written` of the next call says how many of them stay; the others are never read. Returns what the tokens read, and
+    the layer.
     """
     num_tokens, past = given.x.shape[1], given.width - 1
     most = layer.g.shape[1] - layer.page_size + 1
@@ -89,7 +92,8 @@ def whole(given: Recurrence, chunk: int = 64) -> Float[Array, "B T H Dv"]:
 
 
 def catch_up(layer: SlotLayer, rows: Int[Array, "B"], written: Int[Array, "B"], active: Bool[Array, "B"], given: Recurrence) -> SlotLayer:
-    """Move every active row to the page of its next token: a full page is folded, and a row without tokens starts from zero.
+    """Move every active row to the page of its next token: a full page is folded, and a row without tokens starts from
+    zero.
 
     written: tokens that the sequences have; a row is at most one page behind.
     """
@@ -122,7 +126,8 @@ def _prefill_row(layer: SlotLayer, row, x, g, beta, starts, fresh, lengths, give
     start, first_new, end = starts[0], fresh[0], lengths[0]
 
     def joined(old: Float[Array, "1 n ..."], new: Float[Array, "1 T ..."], before: int):
-        """Of positions start - before and following: the row's old tokens, of which `before` more lie before its first, then new ones."""
+        """Of positions start - before and following: the row's old tokens, of which `before` more lie before its first,
+        then new ones."""
         position = start - before + jnp.arange(before + num_tokens, dtype=jnp.int32)
         at = position - page.first[0] + before
         there = ((position < first_new) & (at >= 0)).reshape(1, -1, *[1] * (new.ndim - 2))

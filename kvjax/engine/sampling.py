@@ -1,4 +1,5 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, penalties; per row, so that a batch may mix them."""
+"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, penalties; per row, so that a batch may mix
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ MAX_STOP_TOKEN_IDS = 2**16
 SEEDS = range(-(2**63), 2**63)
 """Seeds are signed integers of 64 bits, as in OpenAI's API."""
 NOISE_VERSION = 2
-"""How a seed becomes draws. A new version draws other tokens from the same seed, so a job does not go on under another one."""
+"""How a seed becomes draws. A new version draws other tokens from the same seed, so a job does not go on under another
+one."""
 _WHOLE = (
     ("max_new_tokens", 1, 2**31),
     ("top_k", -1, 2**31),
@@ -67,19 +69,21 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 class Sampling:
     """How one request is sampled and when it ends.
 
-    max_new_tokens: the most tokens to generate. temperature: 0 is greedy. top_k, top_p: 0 (or -1) and 1, in this order, keep every token; a
-    top_p of 0 keeps the best one. seed: the same seed, prompt and policy give the same tokens, whatever else is in a batch of the same
-    bucket; from -2**63 to 2**63 - 1. stop: strings that end the text (they are left out of it); they may hold special tokens, which the
-    text leaves out. stop_token_ids: None: the model's end-of-sequence tokens; (): none. logprobs: return the log-probability of each token
-    under the model's own distribution (temperature 1, no cut, no penalty).
+    max_new_tokens: the most tokens to generate. temperature: 0 is greedy. top_k, top_p: 0 (or -1) and 1, in this order,
+    keep every token; a top_p of 0 keeps the best one. seed: the same seed, prompt and policy give the same tokens,
+    whatever else is in a batch of the same bucket; from -2**63 to 2**63 - 1. stop: strings that end the text (they are
+    left out of it); they may hold special tokens, which the text leaves out. stop_token_ids: None: the model's
+    end-of-sequence tokens; (): none. logprobs: return the log-probability of each token under the model's own
+    distribution (temperature 1, no cut, no penalty).
 
-    min_p: drop tokens less probable than this share of the best token's probability. repetition_penalty: divides positive and multiplies
-    negative logits of tokens in the prompt or the answer (as transformers does). presence_penalty and frequency_penalty: subtracted from
-    the logit of a token in the answer, once and once per occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on greedy
-    rows. n: how many samples of the prompt, which is prefilled once; the first draws with the seed, each other one with a seed derived from
-    it (`derived_seed`). ignore_eos: do not stop at the model's end-of-sequence tokens. top_logprobs: how many of the most likely tokens to
-    return at each place; needs logprobs. clip: lower max_new_tokens to what the model has positions for behind the prompt; False: a request
-    for more is an error.
+    min_p: drop tokens less probable than this share of the best token's probability. repetition_penalty: divides
+    positive and multiplies negative logits of tokens in the prompt or the answer (as transformers does).
+    presence_penalty and frequency_penalty: subtracted from the logit of a token in the answer, once and once per
+    occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on greedy rows. n: how many samples of the
+    prompt, which is prefilled once; the first draws with the seed, each other one with a seed derived from it
+    (`derived_seed`). ignore_eos: do not stop at the model's end-of-sequence tokens. top_logprobs: how many of the most
+    likely tokens to return at each place; needs logprobs. clip: lower max_new_tokens to what the model has positions
+    for behind the prompt; False: a request for more is an error.
     """
 
     max_new_tokens: int = 128
@@ -195,9 +199,11 @@ def _stop_token_ids(given: object) -> tuple[int, ...]:
 
 
 def derived_seed(seed: int, kind: str, number: int) -> int:
-    """The seed of the `number`th stream of draws that one seed names, such as ("sample", 2). Number 0 is the seed itself.
+    """The seed of the `number`th stream of draws that one seed names, such as ("sample", 2). Number 0 is the seed
+    itself.
 
-    Other numbers give 64 bits of SHA-256, so the streams of two seeds are independent: seed 1 is not the second sample of seed 0.
+    Other numbers give 64 bits of SHA-256, so the streams of two seeds are independent: seed 1 is not the second sample
+    of seed 0.
     """
     if not number:
         return seed
@@ -209,10 +215,10 @@ def derived_seed(seed: int, kind: str, number: int) -> int:
 class SamplingRows:
     """The sampling of every row of a batch, as arrays.
 
-    seed: the upper and the lower 32 bits of each row's seed, which are its random key. draws: whether any row draws at random instead of
-    taking the largest logit. penalises: whether any row has a penalty. ranks: how many of the most likely tokens are returned. These are
-    static, so a step of greedy rows is compiled without the sort that drawing needs and without counts of tokens. A condition on the device
-    would make the host wait for its answer in every step.
+    seed: the upper and the lower 32 bits of each row's seed, which are its random key. draws: whether any row draws at
+    random instead of taking the largest logit. penalises: whether any row has a penalty. ranks: how many of the most
+    likely tokens are returned. These are static, so a step of greedy rows is compiled without the sort that drawing
+    needs and without counts of tokens. A condition on the device would make the host wait for its answer in every step.
     """
 
     temperature: Float[Array, "B"]
@@ -234,8 +240,8 @@ class SamplingRows:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling | None]) -> SamplingRows:
-        """One row each; None (an empty slot) is greedy. The arrays cannot be changed in place, so that steps put them on the device
-        once."""
+        """One row each; None (an empty slot) is greedy. The arrays cannot be changed in place, so that steps put them
+        on the device once."""
         filled = [sampling or Sampling() for sampling in samplings]
         rows = cls(
             temperature=np.array([min(s.temperature, FLOAT32_MAX) for s in filled], np.float32),
@@ -286,11 +292,12 @@ class NotFinite(FloatingPointError):
 class Sampled:
     """The result of sampling, per row: the token, its log-probability, and whether the logits could be sampled.
 
-    finite: False where the row's logits hold NaN or +inf, or only -inf. (Some -inf are fine: such a token is never chosen.) Token and
-    log-probability are then meaningless, and the reader raises `NotFinite` for the row. Log-probabilities are those of softmax(logits),
-    natural log, float32. top_tokens and top_logprobs: the `rows.ranks` most likely tokens, best first; None if ranks is 0. counts: those
-    that were passed in (see `seen_tokens`), for the next step. accepted: only after drafts (`accept`): how many of the row's tokens stay;
-    then everything except counts has an axis T after the batch.
+    finite: False where the row's logits hold NaN or +inf, or only -inf. (Some -inf are fine: such a token is never
+    chosen.) Token and log-probability are then meaningless, and the reader raises `NotFinite` for the row.
+    Log-probabilities are those of softmax(logits), natural log, float32. top_tokens and top_logprobs: the `rows.ranks`
+    most likely tokens, best first; None if ranks is 0. counts: those that were passed in (see `seen_tokens`), for the
+    next step. accepted: only after drafts (`accept`): how many of the row's tokens stay; then everything except counts
+    has an axis T after the batch.
     """
 
     tokens: Int[Array, "B"]
@@ -305,11 +312,12 @@ class Sampled:
 def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"], counts: Int[Array, "B V"] | None = None) -> Sampled:
     """The next token of every row.
 
-    positions: the token's place in its sequence. It and the row's seed make the row's random key, so a draw does not depend on other rows.
-    A drawn token is the one with the largest sum of scaled logit and Gumbel noise, which is keyed by seed, place and token id.
-    counts: the tokens that each row holds, from `seen_tokens` and `count_tokens`; needed if `rows.penalises`. Order: penalties (repetition,
-    then frequency and presence), temperature, top-k, top-p over what is left, min-p. The best token always stays. Greedy rows take the
-    largest logit; of equal ones, the lowest token id. Memory: a few arrays of `[B, V]` float32.
+    positions: the token's place in its sequence. It and the row's seed make the row's random key, so a draw does not
+    depend on other rows. A drawn token is the one with the largest sum of scaled logit and Gumbel noise, which is keyed
+    by seed, place and token id. counts: the tokens that each row holds, from `seen_tokens` and `count_tokens`; needed
+    if `rows.penalises`. Order: penalties (repetition, then frequency and presence), temperature, top-k, top-p over what
+    is left, min-p. The best token always stays. Greedy rows take the largest logit; of equal ones, the lowest token id.
+    Memory: a few arrays of `[B, V]` float32.
     """
     logits = jax.lax.optimization_barrier(logits.astype(jnp.float32))  # the logits have the same bits whether or not rows draw
     weighed = penalised(logits, rows, counts) if rows.penalises else logits
@@ -334,11 +342,12 @@ def accept(
     active: Bool[Array, "B"],
     counts: Int[Array, "B V"] | None,
 ) -> Sampled:
-    """Sample after each of T written tokens, and keep the longest run of drafts that equal the tokens sampled in their places.
+    """Sample after each of T written tokens, and keep the longest run of drafts that equal the tokens sampled in their
+    places.
 
-    lengths: each row's length before these tokens. drafted: the row's certain token, then drafts; -1 (no draft) is never kept. An inactive
-    row keeps nothing. A draw depends only on the row's seed and the token's place, so the tokens kept are those that T steps of one token
-    would have drawn from these logits.
+    lengths: each row's length before these tokens. drafted: the row's certain token, then drafts; -1 (no draft) is
+    never kept. An inactive row keeps nothing. A draw depends only on the row's seed and the token's place, so the
+    tokens kept are those that T steps of one token would have drawn from these logits.
     """
     found = []
     for token in range(drafted.shape[1]):
@@ -360,7 +369,8 @@ def all_finite(logits: Float[Array, "... V"]) -> Bool[Array, "..."]:
 
 
 def seen_tokens(prompt: Sequence[int], vocab_size: int) -> Int[np.ndarray, " V"]:
-    """Counts of a row before its first new token: 1 for each token id in the prompt. Each occurrence in the answer adds 2."""
+    """Counts of a row before its first new token: 1 for each token id in the prompt. Each occurrence in the answer adds
+    2."""
     counts = np.zeros(vocab_size, np.int32)
     counts[np.asarray(prompt)] = 1
     return counts
@@ -384,8 +394,8 @@ def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
     keep = (rows.top_k[:, None] == 0) | (rank < rows.top_k[:, None])
     mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(mass, axis=-1) - mass
-    # A token stays while the mass before it is less than top_p, so the token that reaches top_p stays. A top_p of 1 cuts nothing: the
-    # rounded sum may reach 1 before the last token.
+    # A token stays while the mass before it is less than top_p, so the token that reaches top_p stays. A top_p of 1
+    # cuts nothing: the rounded sum may reach 1 before the last token.
     keep &= (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
     keep &= jnp.exp(ranked - ranked[:, :1]) >= rows.min_p[:, None]
     return keep | (rank == 0)
@@ -394,8 +404,9 @@ def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
 def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Int[Array, "B"]:
     """One random draw per row; the caller drops the draws of rows with temperature 0.
 
-    The row's maximum is subtracted before the division, so the best token stays at 0 however small T is: logits / T overflows below T of
-    about 1e-36. 0 and minus infinity do not change, even where a device flushes T, or its inverse, to 0.
+    The row's maximum is subtracted before the division, so the best token stays at 0 however small T is: logits / T
+    overflows below T of about 1e-36. 0 and minus infinity do not change, even where a device flushes T, or its inverse,
+    to 0.
     """
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = below / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -407,7 +418,8 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array,
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
         return jax.random.gumbel(key, logits.shape[-1:], jnp.float32, mode="low")
 
-    # Noise belongs to a token's id, not to its rank: two steps whose logits nearly agree draw the same token nearly always.
+    # Noise belongs to a token's id, not to its rank: two steps whose logits nearly agree draw the same token nearly
+    # always.
     ranked_noise = jnp.take_along_axis(jax.vmap(noise)(rows.seed, positions), order, axis=-1)
     index = jnp.argmax(jnp.where(kept(ranked, rows), ranked + ranked_noise, -jnp.inf), axis=-1)
     return jnp.take_along_axis(order, index[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class Growth:
-    """How many tokens some sequences have grown by together, in one batch of decode steps (`kvjax.engine.decode_batch.DecodeBatch`). The
-    steps count here, and not in each sequence, so that their host time does not depend on the number of rows.
+    """How many tokens some sequences have grown by together, in one batch of decode steps
+    (`kvjax.engine.decode_batch.DecodeBatch`). The steps count here, and not in each sequence, so that their host time
+    does not depend on the number of rows.
 
-    whole: False once a sequence has left, because it changed in another way than by these steps, or went to another batch.
+    whole: False once a sequence has left, because it changed in another way than by these steps, or went to another
+    batch.
     """
 
     __slots__ = ("tokens", "whole")
@@ -36,9 +38,9 @@ class Growth:
 class Keeping:
     """What a sequence keeps, once a policy that gives pages back decodes it (`kvjax.engine.page_eviction`).
 
-    policy: that policy. reach: the sinks and window beside which all pages go by themselves; None where the policy chooses pages by mass.
-    Then: distant: the pages that it has chosen. decided: the first page that no choice has weighed. asked: the page of the next token at
-    the latest choice that the host has asked for.
+    policy: that policy. reach: the sinks and window beside which all pages go by themselves; None where the policy
+    chooses pages by mass. Then: distant: the pages that it has chosen. decided: the first page that no choice has
+    weighed. asked: the page of the next token at the latest choice that the host has asked for.
     """
 
     policy: DecodePolicy
@@ -54,14 +56,16 @@ class Keeping:
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
-    tokens: the written tokens that the host has read. length: how many tokens were written. pages: by layer group, the page ids in order,
-    including reserved ones, -1 for those that were given back. logits: next-token logits `[V]` float32 after the last prefill or extend;
-    None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
-    learn the same however a prompt is cut; None after decoding. suspended: which logical pages `Engine.suspend` moved to
-    host memory, by layer group; None: it is on the device. keeping: which policy gives pages of it back, and what stays; None: everything.
-    prefix: what prefix it begins with, where the engine reuses pages. failed: the error that stopped a chunk of it half-way, when rows of
-    its state had moved to the chunk's end: it can only be freed. growth: the batch in which it has been decoded since `length` and `pages`
-    were last set; None before the next decode step. alarms: what the host knows of its heads, by watched policy.
+    tokens: the written tokens that the host has read. length: how many tokens were written. pages: by layer group, the
+    page ids in order, including reserved ones, -1 for those that were given back. logits: next-token logits `[V]`
+    float32 after the last prefill or extend; None after anything else. states: those of learning policies, per layer.
+    open_chunk: what prefill needs to continue, so that policies learn the same however a prompt is cut; None after
+    decoding. suspended: which logical pages `Engine.suspend` moved to host memory, by layer group; None: it is on the
+    device. keeping: which policy gives pages of it back, and what stays; None: everything. prefix: what prefix it
+    begins with, where the engine reuses pages. failed: the error that stopped a chunk of it half-way, when rows of its
+    state had moved to the chunk's end: it can only be freed. growth: the batch in which it has been decoded since
+    `length` and `pages` were last set; None before the next decode step. alarms: what the host knows of its heads, by
+    watched policy.
     """
 
     __slots__ = ("_growth", "_length", "_pages", "alarms", "failed", "keeping")
@@ -107,7 +111,8 @@ class CachedSequence:
 
     @property
     def reach(self) -> Reach | None:
-        """Sinks and window that it keeps in layer groups without a window of their own; None: no page goes by itself."""
+        """Sinks and window that it keeps in layer groups without a window of their own; None: no page goes by
+        itself."""
         return None if self.keeping is None else self.keeping.reach
 
     @property
@@ -142,7 +147,8 @@ class CachedSequence:
         return f"CachedSequence(length={self.length}, pages={held})"
 
     def keep_on_host(self, held: dict[str, list[int]]) -> None:
-        """Move states and logits to host memory, and note that its logical pages `held` are there. Waits for the device."""
+        """Move states and logits to host memory, and note that its logical pages `held` are there. Waits for the
+        device."""
 
         def moved(states: Mapping[DecodePolicy, tuple[Any, ...]]) -> dict[DecodePolicy, tuple[Any, ...]]:
             return {policy: on_host(each) for policy, each in states.items()}  # policies have no order, which a pytree needs
@@ -166,10 +172,11 @@ class CachedSequence:
 
 
 def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence], in_chunks: Set[CachedSequence] | None) -> None:
-    """ValueError for sequences that are not among the engine's `live` ones, or appear twice, and for what is no list of sequences.
+    """ValueError for sequences that are not among the engine's `live` ones, or appear twice, and for what is no list of
+    sequences.
 
-    in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones, and RuntimeError for those
-    that are lost (`CachedSequence.failed`); None: allow all of them.
+    in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones, and
+    RuntimeError for those that are lost (`CachedSequence.failed`); None: allow all of them.
     """
     try:
         given = set(sequences) if isinstance(sequences, list | tuple) else None
@@ -202,11 +209,13 @@ States = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class OpenChunk:
-    """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled from there on.
+    """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled
+    from there on.
 
-    The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs nothing, because a chunk
-    always computes all of its rows. Where pages are packed, position begins a page, because the tokens of that page before it may be
-    known only as packed when the queries run again. So queries of a page that steps began are not observed by prefill.
+    The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs
+    nothing, because a chunk always computes all of its rows. Where pages are packed, position begins a page, because
+    the tokens of that page before it may be known only as packed when the queries run again. So queries of a page that
+    steps began are not observed by prefill.
     """
 
     position: int
@@ -216,10 +225,11 @@ class OpenChunk:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Alarm:
-    """Whether a head of a sequence reads more than the policy's list, after the latest launch that measured the sequence.
+    """Whether a head of a sequence reads more than the policy's list, after the latest launch that measured the
+    sequence.
 
-    flags: of the batch of that launch, on their way to the host. row: the sequence's. unread: for how many launches the host still takes an
-    alarm for granted, so that it need not wait.
+    flags: of the batch of that launch, on their way to the host. row: the sequence's. unread: for how many launches the
+    host still takes an alarm for granted, so that it need not wait.
     """
 
     flags: Bool[Array, "B"]
@@ -227,7 +237,8 @@ class Alarm:
     unread: int
 
     def raised(self, *, waits: bool) -> bool:
-        """Whether the next launch has to take it that a head reads more. waits: read the flag now, and wait for the device."""
+        """Whether the next launch has to take it that a head reads more. waits: read the flag now, and wait for the
+        device."""
         if self.unread and not waits:
             self.unread -= 1
             return True

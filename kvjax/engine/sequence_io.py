@@ -29,8 +29,8 @@ from kvjax.policies.decode import KeepsByMass, name_of, parse_recorded
 class SequenceCopies:
     """`Engine.save`, `restore`, `suspend`, `resume` and `fork`. The caller checks that sequences are live.
 
-    Everything given is the engine's. chunk: tokens of a chunk of prefill. guard: has the points at which Ctrl-C takes effect. cache_format:
-    the text of how pages are packed; None: they are not.
+    Everything given is the engine's. chunk: tokens of a chunk of prefill. guard: has the points at which Ctrl-C takes
+    effect. cache_format: the text of how pages are packed; None: they are not.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class SequenceCopies:
         return {"model": self._fingerprint, "page_size": self._page_size, "dtype": dtype, "cache_format": self._cache_format}
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write pages and tokens to a file. ValueError if `.tokens` does not hold the token of every position, and after a policy that
-        chose pages by mass."""
+        """Write pages and tokens to a file. ValueError if `.tokens` does not hold the token of every position, and
+        after a policy that chose pages by mass."""
         if len(sequence.tokens) != sequence.length:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
         token_ids(sequence.tokens, self.model.config.vocab_size)
@@ -142,8 +142,8 @@ class SequenceCopies:
         return child
 
     def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, held: Mapping[str, Sequence[int]]) -> None:
-        """Give a sequence of `length` tokens, which has no pages, its logical pages `held`, and write `stored` to them. OutOfPages changes
-        nothing."""
+        """Give a sequence of `length` tokens, which has no pages, its logical pages `held`, and write `stored` to them.
+        OutOfPages changes nothing."""
         with self._capacity.advice():
             self._page_manager.fill(sequence, held)
         sequence.length, opened = length, length % self._page_size > 0

@@ -1,9 +1,10 @@
-"""The rows of a chunk of prefill, sharded over the context axis of a mesh: a device computes norms and products with weights for its own
-tokens alone.
+"""The rows of a chunk of prefill, sharded over the context axis of a mesh: a device computes norms and products with
+weights for its own tokens alone.
 
-Device d of n has two parts of the chunk of 2n equal ones: part d from the front and part d from the back, because later queries see more
-keys. A token's part depends only on its place in the chunk, so its bits do not depend on how a prompt was cut into calls. Functions here
-are for programs inside `jax.shard_map`, and return what they are given where rows are not sharded (`Shards.row_parts` is 1).
+Device d of n has two parts of the chunk of 2n equal ones: part d from the front and part d from the back, because later
+queries see more keys. A token's part depends only on its place in the chunk, so its bits do not depend on how a prompt
+was cut into calls. Functions here are for programs inside `jax.shard_map`, and return what they are given where rows
+are not sharded (`Shards.row_parts` is 1).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def whole_rows(shards: Shards | None, x: Array) -> Array:
 
 
 def with_whole_keys(shards: Shards | None, given: LayerInput) -> LayerInput:
-    """What a layer mixes, with all of the chunk that queries of other devices read: keys and values, or latents. Queries stay those of this
-    device's rows. Of a recurrence everything, because each token needs the one before it."""
+    """What a layer mixes, with all of the chunk that queries of other devices read: keys and values, or latents.
+    Queries stay those of this device's rows. Of a recurrence everything, because each token needs the one before it."""
     if shards is None or shards.row_parts == 1:
         return given
     if isinstance(given, Recurrence):
@@ -56,8 +57,8 @@ def with_whole_keys(shards: Shards | None, given: LayerInput) -> LayerInput:
 def by_queries(
     shards: Shards, attend: Callable[[Array, PrefillContext], Array], query: Float[Array, "B T/n H D"], ctx: PrefillContext
 ) -> Float[Array, "B T/n H D"]:
-    """`attend(query, ctx)` of this device's rows, as two rows of a batch: the part from the front, and that from the back. ctx: of the
-    whole chunk, with this device's rows of the indexer's queries."""
+    """`attend(query, ctx)` of this device's rows, as two rows of a batch: the part from the front, and that from the
+    back. ctx: of the whole chunk, with this device's rows of the indexer's queries."""
     batch, size = query.shape[0], query.shape[1] // 2
     mine = shards.number(CONTEXT)
 
@@ -74,8 +75,9 @@ def by_queries(
 def by_tiles(
     shards: Shards, attend: Callable[[Array, PrefillContext], Array], query: Float[Array, "B T H D"], ctx: PrefillContext, tile: int
 ) -> Float[Array, "B T/n H D"]:
-    """This device's rows of `attend(query, ctx)`, for a policy whose tiles of `tile` queries do not divide the parts of `by_queries`: each
-    device attends for `tiles_each` neighbouring tiles, the last ones for fewer, and every device gets the output of all.
+    """This device's rows of `attend(query, ctx)`, for a policy whose tiles of `tile` queries do not divide the parts of
+    `by_queries`: each device attends for `tiles_each` neighbouring tiles, the last ones for fewer, and every device
+    gets the output of all.
 
     query, ctx: of the whole chunk, on every device.
     """
@@ -102,8 +104,8 @@ def tiles_each(tokens: int, tile: int, devices: int) -> int:
 
 
 def uneven_work(policy: PrefillPolicy, chunk: int, context: int, *, learns: bool) -> str:
-    """What several devices along context compute of a chunk of prefill without need, or unevenly, and the remedy; "" where each of them
-    computes an equal part.
+    """What several devices along context compute of a chunk of prefill without need, or unevenly, and the remedy; ""
+    where each of them computes an equal part.
 
     learns: whether a decode policy learns from prefill, which looks at all queries of a chunk together.
     """

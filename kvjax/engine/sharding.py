@@ -55,8 +55,8 @@ def on_mesh_alone(
     specs: Sequence[PartitionSpec] | None = None,
     result: PartitionSpec = WHOLE_COPY,
 ) -> Any:
-    """`step(decoder, params, *arrays)`, which reads no cache. specs: of the arrays; None: the same on all devices. result: the spec of its
-    result."""
+    """`step(decoder, params, *arrays)`, which reads no cache. specs: of the arrays; None: the same on all devices.
+    result: the spec of its result."""
     if shards is None:
         return step(decoder, params, *arrays)
     own, given = decoder.on_shards(shards), [WHOLE_COPY] * len(arrays) if specs is None else specs
@@ -70,7 +70,8 @@ def param_specs(decoder: Decoder, params: Any, tensor: int) -> Any:
 
 
 def specs_of_states(policy: Any, states: Any) -> Any:
-    """The `PartitionSpec` of each array of a policy's states. Its `state_axes` names the axes of all of them, if it has any."""
+    """The `PartitionSpec` of each array of a policy's states. Its `state_axes` names the axes of all of them, if it has
+    any."""
     spec = spec_of(policy.state_axes()) if hasattr(policy, "state_axes") else WHOLE_COPY
     return jax.tree.map(lambda _: spec, states)
 

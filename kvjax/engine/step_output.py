@@ -21,8 +21,9 @@ BLOCKS, KEYS, TOKENS, LOGPROBS, FINITE = range(5)
 class AttentionStats:
     """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens).
 
-    missing: listed blocks and written tokens whose pages no frame holds, which is an error (`kvjax.cache.check_missing`); None where the
-    cache has no residency. host_bytes: of keys and values that were read from host memory; None where no page lies there.
+    missing: listed blocks and written tokens whose pages no frame holds, which is an error
+    (`kvjax.cache.check_missing`); None where the cache has no residency. host_bytes: of keys and values that were read
+    from host memory; None where no page lies there.
     """
 
     blocks: Int[Array, "B"]
@@ -33,7 +34,8 @@ class AttentionStats:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StepOutput:
-    """`AttentionStats` and `Sampled` (without counts) as numpy arrays: views of one array. None where `Sampled` has None."""
+    """`AttentionStats` and `Sampled` (without counts) as numpy arrays: views of one array. None where `Sampled` has
+    None."""
 
     blocks: Int32[np.ndarray, "B"]
     keys: Int32[np.ndarray, "B"]
@@ -46,8 +48,8 @@ class StepOutput:
 
 
 def pack(sampled: Sampled, reads: AttentionStats) -> Int32[Array, "B C"]:
-    """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` reverses it. If pages are missing, their negative
-    count takes the place of the blocks."""
+    """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` reverses it. If pages are missing,
+    their negative count takes the place of the blocks."""
     sampled, reads = jax.lax.optimization_barrier((sampled.replace(counts=None), reads))  # the same bits as the arrays themselves
     blocks = reads.blocks if reads.missing is None else jnp.where(reads.missing > 0, -reads.missing, reads.blocks)
     counted = [blocks, reads.keys, *([] if sampled.accepted is None else [sampled.accepted])]
@@ -89,8 +91,8 @@ def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Step
 
 
 def listed(packed: Int32[np.ndarray, "B C"]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """What every step without drafts needs from `pack`, as lists: tokens, whether each is finite, blocks, keys. `unpack` gives everything.
-    MissingPages if pages were missing."""
+    """What every step without drafts needs from `pack`, as lists: tokens, whether each is finite, blocks, keys.
+    `unpack` gives everything. MissingPages if pages were missing."""
     columns = packed.T.tolist()
     if min(columns[BLOCKS]) < 0:
         check_missing(np.maximum(-packed[:, BLOCKS], 0))

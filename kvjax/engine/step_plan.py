@@ -29,9 +29,10 @@ DRAFTS = (1, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MAX_STEP_TOKENS. ends: where rows end; the
-    result has those of the next launch. written: the most tokens that these steps write, in every row or row by row; a row that ends early
-    writes fewer, and must not be used afterwards without correcting its sequence's length."""
+    """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MAX_STEP_TOKENS. ends:
+    where rows end; the result has those of the next launch. written: the most tokens that these steps write, in every
+    row or row by row; a row that ends early writes fewer, and must not be used afterwards without correcting its
+    sequence's length."""
 
     steps: int
     ends: Ends
@@ -42,9 +43,9 @@ class Launch:
 class DecodeGroup:
     """Sequences that are decoded together through one policy: write `tokens` of each, and sample the next token.
 
-    sequences: one per slot, None where a slot is empty; their number is a batch bucket of the engine. tokens: `[B]`, or `[B, T]`: each
-    row's certain token, and T - 1 drafted ones after it. policy: None is the engine's. counts: as `Engine.decode_and_sample` takes them.
-    launch: several steps at once, without drafts; None: one.
+    sequences: one per slot, None where a slot is empty; their number is a batch bucket of the engine. tokens: `[B]`, or
+    `[B, T]`: each row's certain token, and T - 1 drafted ones after it. policy: None is the engine's. counts: as
+    `Engine.decode_and_sample` takes them. launch: several steps at once, without drafts; None: one.
     """
 
     sequences: tuple[CachedSequence | None, ...]
@@ -64,11 +65,11 @@ class DecodeGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk of prefill. tokens: the next tokens of `sequence`. The chunk takes as many as it has room for, and leaves the rest. Only a
-    chunk that leaves none has logits.
+    """A chunk of prefill. tokens: the next tokens of `sequence`. The chunk takes as many as it has room for, and leaves
+    the rest. Only a chunk that leaves none has logits.
 
-    slices: how many slices of layers to run now; None: all that are left. To continue a chunk that has not run all layers, name the same
-    sequence and tokens in a later plan. Until it is done, the sequence can only be freed.
+    slices: how many slices of layers to run now; None: all that are left. To continue a chunk that has not run all
+    layers, name the same sequence and tokens in a later plan. Until it is done, the sequence can only be freed.
     """
 
     sequence: CachedSequence
@@ -121,7 +122,8 @@ def padded_rows(
 
 
 def host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_size: int) -> Int32[np.ndarray, "B *T"]:
-    """The tokens of a step that are not on the device yet, checked. Rows of empty slots may hold anything where a step has drafts."""
+    """The tokens of a step that are not on the device yet, checked. Rows of empty slots may hold anything where a step
+    has drafts."""
     if np.ndim(tokens) != 2:
         return np.array(token_ids(tokens, vocab_size), np.int32)
     ids = np.asarray(tokens)
@@ -156,9 +158,10 @@ def check_launch(group: DecodeGroup, policy: DecodePolicy) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoded:
-    """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.engine.step_output.pack`
-    packs them; `Engine.step` has begun to copy it to the host. Of a launch of N steps: sampled and reads are of the last one, packed has an
-    axis N first, and ends says where rows end in the next launch."""
+    """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as
+    `kvjax.engine.step_output.pack` packs them; `Engine.step` has begun to copy it to the host. Of a launch of N steps:
+    sampled and reads are of the last one, packed has an axis N first, and ends says where rows end in the next
+    launch."""
 
     sampled: Sampled
     reads: AttentionStats
@@ -173,8 +176,8 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefilled:
-    """The result of one `Chunk` that has run all layers. written: its tokens. logits: `[V]` float32 after the last of them; None where the
-    chunk left tokens. output: an array that is there when the device is done with the chunk."""
+    """The result of one `Chunk` that has run all layers. written: its tokens. logits: `[V]` float32 after the last of
+    them; None where the chunk left tokens. output: an array that is there when the device is done with the chunk."""
 
     written: int
     logits: Float[Array, " V"] | None

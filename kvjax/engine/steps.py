@@ -1,6 +1,7 @@
 """The two pure steps: prefill a chunk, decode a token. `kvjax.engine.engine` adds the state.
 
-A step is a function of two arguments: `StepStatic`, for which a program is compiled, and its arrays, `StepInputs` or `ChunkInputs`.
+A step is a function of two arguments: `StepStatic`, for which a program is compiled, and its arrays, `StepInputs` or
+`ChunkInputs`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ from pallas_kernels.core import pages
 class StepStatic(NamedTuple):
     """What a program of a step is compiled for. Hashable.
 
-    decoder: a model's, or that of a slice of its layers (`of_layers`). policy: by which its queries attend. indexes: those that sealing
-    builds. shards: of the mesh over which params and cache are split; None: one device. steps: how many `decode_steps` runs.
+    decoder: a model's, or that of a slice of its layers (`of_layers`). policy: by which its queries attend. indexes:
+    those that sealing builds. shards: of the mesh over which params and cache are split; None: one device. steps: how
+    many `decode_steps` runs.
     """
 
     decoder: Decoder
@@ -64,9 +66,9 @@ class StepStatic(NamedTuple):
 class StepInputs(NamedTuple):
     """The arrays of a decode step.
 
-    cache: its lengths do not count the new tokens. tokens: `[B, T]`; where the step samples, `[B]` without drafts. states: one per layer
-    that attends to pages, from `policy.init`. rows, counts: where the step samples. ends: of `decode_steps`. following: pages that
-    `name_pages` first adds to the page tables.
+    cache: its lengths do not count the new tokens. tokens: `[B, T]`; where the step samples, `[B]` without drafts.
+    states: one per layer that attends to pages, from `policy.init`. rows, counts: where the step samples. ends: of
+    `decode_steps`. following: pages that `name_pages` first adds to the page tables.
     """
 
     params: Params
@@ -83,12 +85,13 @@ class StepInputs(NamedTuple):
 class ChunkInputs(NamedTuple):
     """The arrays of a chunk of prefill, and of the layers that run it.
 
-    x: the input of the first of them; on a mesh, this device's rows (`kvjax.engine.sequence_parallel`). params, cache, learning: those of
-    these layers alone. place: how many of the model's layers that attend to pages come before these; an array, so that slices of equal
-    layers are one program. owners: for a slice, the earlier layers whose pages it reads (`CacheSpec.owners`), with this chunk written.
-    learning: decode policies that learn from prefill. copies: how the row's pages are copied to device memory before a layer attends to
-    them, because some lie in host memory, and attention reads them many times; the bits are the same. ahead: the copied pages of the first
-    of these layers that needs some.
+    x: the input of the first of them; on a mesh, this device's rows (`kvjax.engine.sequence_parallel`). params, cache,
+    learning: those of these layers alone. place: how many of the model's layers that attend to pages come before these;
+    an array, so that slices of equal layers are one program. owners: for a slice, the earlier layers whose pages it
+    reads (`CacheSpec.owners`), with this chunk written. learning: decode policies that learn from prefill. copies: how
+    the row's pages are copied to device memory before a layer attends to them, because some lie in host memory, and
+    attention reads them many times; the bits are the same. ahead: the copied pages of the first of these layers that
+    needs some.
     """
 
     params: Params
@@ -108,7 +111,8 @@ class StepProgram:
 
     Args:
         step: of `StepStatic` and inputs. Among its results is the cache.
-        inputs: the type of its inputs. Each field is an argument of the jitted function, because JAX donates whole arguments.
+        inputs: the type of its inputs. Each field is an argument of the jitted function, because JAX donates whole
+            arguments.
         donated: the fields that a call DONATES.
         results: of static and inputs, how each result is cut over a mesh; `Cache` stands for that of the cache.
         specs: of static and inputs, how fields are cut. Others but params and cache are the same on all devices.
@@ -147,8 +151,9 @@ class StepProgram:
 
 
 def decode_program(*found: Any) -> Callable[[Callable], StepProgram]:
-    """A decode step as a program that DONATES cache and counts. Its last three results are the cache, the states, and what was read; found:
-    how those before are cut over a mesh, or functions of the static and the inputs that say so."""
+    """A decode step as a program that DONATES cache and counts. Its last three results are the cache, the states, and
+    what was read; found: how those before are cut over a mesh, or functions of the static and the inputs that say
+    so."""
 
     def results(static: StepStatic, inputs: StepInputs) -> tuple[Any, ...]:
         first = tuple(each(static, inputs) if callable(each) else each for each in found)
@@ -163,16 +168,19 @@ def decode_program(*found: Any) -> Callable[[Callable], StepProgram]:
 def prefill_layers(
     static: StepStatic, inputs: ChunkInputs
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None, Any]:
-    """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
+    """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes
+    it to its pages.
 
-    Returns the output of the last, the cache, what was learned in these layers, and `missing`: how many pages without a frame the chunk
-    writes or its queries may read, over these layers. More than 0 is an error (`kvjax.cache.check_missing`); None if the cache has no
-    residency. A sparse policy's chunk needs all earlier pages too, because it chooses by their keys.
+    Returns the output of the last, the cache, what was learned in these layers, and `missing`: how many pages without a
+    frame the chunk writes or its queries may read, over these layers. More than 0 is an error
+    (`kvjax.cache.check_missing`); None if the cache has no residency. A sparse policy's chunk needs all earlier pages
+    too, because it chooses by their keys.
 
-    The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
-    rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
-    They may depend on how the layers were cut. The states of policies that learn, after the chunk, are returned per policy and layer.
-    While a layer computes, pages for the next one are copied; the last result are those of `copies.following`.
+    The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts
+    them); the other rows are padding. A token's row depends only on its absolute position, so its bits do not depend on
+    how the history was cut into calls. They may depend on how the layers were cut. The states of policies that learn,
+    after the chunk, are returned per policy and layer. While a layer computes, pages for the next one are copied; the
+    last result are those of `copies.following`.
     """
     decoder, policy, indexes, _, _ = static
     params, cache, x, starts, fresh, place, owners, learning, copies, ahead = inputs
@@ -240,7 +248,8 @@ def prefill_layers(
 def _missing_in_prefill(
     policy: PrefillPolicy, cache: Cache, layer: int, tables: dict[str, Array], first: Int[Array, "B"]
 ) -> Int[Array, "B"] | int:
-    """How many pages without a frame queries from `first` on may read in a layer, including the pages that are written."""
+    """How many pages without a frame queries from `first` on may read in a layer, including the pages that are
+    written."""
     group = cache.spec.group_of(layer)
     if group.name not in tables:
         return 0
@@ -279,8 +288,8 @@ def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], sha
 def chunk_logits(
     decoder: Decoder, params: Params, x: Float[Array, "B T E"], starts: Int[Array, "B"], lengths: Int[Array, "B"], *, all_logits: bool
 ) -> Float[Array, "B *T V"]:
-    """Next-token logits, float32, from the output of the last layer: after each row's last written token, `[B, V]`, or with all_logits
-    after every token of the chunk, `[B, T, V]`. starts, lengths: as in `prefill_layers`."""
+    """Next-token logits, float32, from the output of the last layer: after each row's last written token, `[B, V]`, or
+    with all_logits after every token of the chunk, `[B, T, V]`. starts, lengths: as in `prefill_layers`."""
     x = decoder.final_norm(params, x)
     if not all_logits:
         newest = jnp.clip(lengths - 1 - starts, 0, x.shape[1] - 1)
@@ -304,12 +313,14 @@ def row_logits(
 def decode(
     static: StepStatic, inputs: StepInputs, watch: Callable[..., None] | None = None
 ) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], AttentionStats]:
-    """One step: write T tokens of every active row, attend to the blocks that the policy lists, return logits (float32) for each token.
+    """One step: write T tokens of every active row, attend to the blocks that the policy lists, return logits (float32)
+    for each token.
 
-    The lengths of the returned cache count the new tokens. T is 1, or a few drafted tokens; each lists and sees what it would in a separate
-    step. With T above 1 the returned states have an axis T after the batch (`states_after`). Inactive rows write nothing, and their logits
-    are meaningless. watch: called while tracing, for each layer that attends to pages, with query, pages, context, list, and the state that
-    the list was made with (`kvjax.engine.inspection`).
+    The lengths of the returned cache count the new tokens. T is 1, or a few drafted tokens; each lists and sees what it
+    would in a separate step. With T above 1 the returned states have an axis T after the batch (`states_after`).
+    Inactive rows write nothing, and their logits are meaningless. watch: called while tracing, for each layer that
+    attends to pages, with query, pages, context, list, and the state that the list was made with
+    (`kvjax.engine.inspection`).
     """
     decoder, policy, indexes, _, _ = static
     params, cache, tokens, active, states = inputs[:5]
@@ -382,10 +393,11 @@ def decode_step(static: StepStatic, inputs: StepInputs) -> tuple[Float[Array, "B
 def decode_and_sample(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], AttentionStats]:
     """One step from token to next token in one call. DONATES cache and counts.
 
-    tokens: `[B]`, or `[B, T]`: each row's certain token and T - 1 drafts after it, -1 where there is none. Results then have an axis T,
-    `accepted` says how many of a row's tokens stay, and cache, counts and states are those after them. counts: needed if `rows.penalises`:
-    the tokens that each row held before this step; the step adds the tokens that it writes. The second result is everything that the host
-    reads of a step, in one array (`kvjax.engine.step_output.pack`). On a mesh each device samples the same.
+    tokens: `[B]`, or `[B, T]`: each row's certain token and T - 1 drafts after it, -1 where there is none. Results then
+    have an axis T, `accepted` says how many of a row's tokens stay, and cache, counts and states are those after them.
+    counts: needed if `rows.penalises`: the tokens that each row held before this step; the step adds the tokens that it
+    writes. The second result is everything that the host reads of a step, in one array
+    (`kvjax.engine.step_output.pack`). On a mesh each device samples the same.
     """
     tokens, active, rows, counts = inputs.tokens, inputs.active, inputs.rows, inputs.counts
     drafted = tokens if tokens.ndim == 2 else tokens[:, None]
@@ -406,16 +418,16 @@ def decode_and_sample(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, 
 def sample_first(
     logits: Float[Array, " V"], rows: SamplingRows, positions: Int[Array, "1"], counts: Int[Array, " V"] | None = None
 ) -> tuple[Int[Array, "1"], Int[Array, "1 C"]]:
-    """The token after a prompt, and everything that the host reads of it (`kvjax.engine.step_output.pack`). Arguments as in `sample`, for
-    one row."""
+    """The token after a prompt, and everything that the host reads of it (`kvjax.engine.step_output.pack`). Arguments
+    as in `sample`, for one row."""
     sampled = sample(logits[None], rows, positions, None if counts is None else counts[None])
     none = jnp.zeros(1, jnp.int32)
     return sampled.tokens, pack(sampled, AttentionStats(none, none))
 
 
 def _attend_sequentially(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any):
-    """`policy.attend`. If the policy learns, the tokens of a drafted step attend one by one, each with the state after the one before. The
-    returned state then has an axis T after the batch: the state after each token."""
+    """`policy.attend`. If the policy learns, the tokens of a drafted step attend one by one, each with the state after
+    the one before. The returned state then has an axis T after the batch: the state after each token."""
     count = query.shape[1]
     if count == 1 or not jax.tree.leaves(state):
         return attend_tokens(policy, query, layer, ctx, state)
@@ -441,10 +453,12 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 def _count_reads(
     listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards | None = None
 ) -> AttentionStats:
-    """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
+    """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them
+    attends.
 
-    listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted together, because separate
-    counts would need a launch each. shards: of a mesh; then the KV heads of all devices count, each once.
+    listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted
+    together, because separate counts would need a launch each. shards: of a mesh; then the KV heads of all devices
+    count, each once.
     """
     reads = AttentionStats(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
     devices = 1 if shards is None else shards.tensor
@@ -491,8 +505,8 @@ def _count_frames(
 ) -> AttentionStats:
     """`reads` with `missing`, and with `host_bytes` where pages may lie in host memory.
 
-    listed: one per layer that attends to pages. from_host: how many of its blocks came from host memory, where a hot buffer counted them;
-    else None. tables: tables of frames. Layers with lists of one kind are counted together.
+    listed: one per layer that attends to pages. from_host: how many of its blocks came from host memory, where a hot
+    buffer counted them; else None. tables: tables of frames. Layers with lists of one kind are counted together.
     """
     spec, missing, host_bytes = cache.spec, jnp.zeros_like(lengths), jnp.zeros(lengths.shape, jnp.float32)
     kinds: dict[tuple, list[Blocks | None]] = {}

@@ -18,15 +18,16 @@ logger = logging.getLogger(__name__)
 class StoreOptions(TypedDict, total=False):
     """Where pages may lie besides the device, and which of them an engine keeps after their sequences are gone.
 
-    A new prompt takes the pages of the longest beginning that is known, whole pages only, and prefills the rest. These pages hold the bits
-    that the prompt would write itself, so its answer does not change.
+    A new prompt takes the pages of the longest beginning that is known, whole pages only, and prefills the rest. These
+    pages hold the bits that the prompt would write itself, so its answer does not change.
 
-    host_bytes: so many bytes of host memory hold pages that the device has no room for, those of running sequences, too; these are read in
-    place. Where kernels cannot do so (on a mesh, for windows and states of recurrent layers, on other devices than CPUs and NVIDIA GPUs),
-    host memory holds copies of kept pages alone, which come back to the device to be used; the log says so. reuse: keep pages until others
-    need their room. None, the default: where disk is given, and where host_bytes is, unless a policy learns from prefill. False: then
-    host_bytes serve running sequences alone, and are refused where they cannot. "any": find pages of the same tokens however they were
-    written: by other policies, in other chunks, by decode steps. Answers may then differ a little. disk, disk_bytes: copy kept pages to
+    host_bytes: so many bytes of host memory hold pages that the device has no room for, those of running sequences,
+    too; these are read in place. Where kernels cannot do so (on a mesh, for windows and states of recurrent layers, on
+    other devices than CPUs and NVIDIA GPUs), host memory holds copies of kept pages alone, which come back to the
+    device to be used; the log says so. reuse: keep pages until others need their room. None, the default: where disk is
+    given, and where host_bytes is, unless a policy learns from prefill. False: then host_bytes serve running sequences
+    alone, and are refused where they cannot. "any": find pages of the same tokens however they were written: by other
+    policies, in other chunks, by decode steps. Answers may then differ a little. disk, disk_bytes: copy kept pages to
     this folder as soon as they are written. It takes so many bytes at once. Its pages outlive the process.
     """
 
@@ -56,8 +57,8 @@ def check_stores(
     disk_bytes: int | None = None,
     **unknown: object,
 ) -> Stores:
-    """The options of an engine's stores. learning: its policies that learn from prefill. ValueError for options that do not fit together,
-    or not with these policies."""
+    """The options of an engine's stores. learning: its policies that learn from prefill. ValueError for options that do
+    not fit together, or not with these policies."""
     if unknown:
         name = next(iter(unknown))
         near = difflib.get_close_matches(name, StoreOptions.__annotations__, n=1)

@@ -1,4 +1,5 @@
-"""What an engine compiles before calls need it: a whole warm-up, or what follows a prompt that is still being prefilled."""
+"""What an engine compiles before calls need it: a whole warm-up, or what follows a prompt that is still being
+prefilled."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ from kvjax.policies.prefill import PrefillPolicy
 class Calls:
     """What warming up does with an engine's sequences.
 
-    begin: begin a chunk of the one token 0, by a prefill policy, wherever it lies. write: run such a chunk. step: write the token 0 of
-    every slot by a decode step. between: called between two programs; it may raise.
+    begin: begin a chunk of the one token 0, by a prefill policy, wherever it lies. write: run such a chunk. step: write
+    the token 0 of every slot by a decode step. between: called between two programs; it may raise.
     """
 
     prefill: Callable[..., list[CachedSequence]]
@@ -100,7 +101,8 @@ class Warmup:
         lengths: Sequence[int],
         steps: Sequence[DecodePolicy],
     ) -> Generator[functools.partial]:
-        """What warming up runs at each length: slices of prefill, and decode steps. The first slot's sequence stays as it is."""
+        """What warming up runs at each length: slices of prefill, and decode steps. The first slot's sequence stays as
+        it is."""
         before, opened = slots[0].page_counts(), slots[0].open_chunk
         try:
             for tokens in lengths:
@@ -111,7 +113,8 @@ class Warmup:
                 widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.groups.spec.groups}
                 for each in steps:
                     yield self.step_call(each, slots, widths, rows)
-                # As after a step: the next chunk goes on from what the last one learned, and tables of windows are as wide as it was long.
+                # As after a step: the next chunk goes on from what the last one learned, and tables of windows are as
+                # wide as it was long.
                 length, slots[0].length, slots[0].open_chunk = slots[0].length, tokens - 1, None
                 self.groups.skip(slots[0])
                 slots[0].length = length
@@ -129,8 +132,8 @@ class Warmup:
         samplings: Sequence[Sampling | None],
         launches: Sequence[int],
     ) -> Iterator[functools.partial]:
-        """Calls of `sample_first`, and of `decode_and_sample` or `decode_steps`, with shapes for arguments. widths: of the page tables, by
-        layer group."""
+        """Calls of `sample_first`, and of `decode_and_sample` or `decode_steps`, with shapes for arguments. widths: of
+        the page tables, by layer group."""
         size, vocab_size = len(samplings), self.model.config.vocab_size
         beside = place_beside(self.pool.layers) if first_array(self.pool.layers).committed else None
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
@@ -153,8 +156,8 @@ class Warmup:
         rows: SamplingRows,
         tokens: jax.ShapeDtypeStruct | None = None,
     ) -> functools.partial:
-        """A call of `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group. tokens: None: from the
-        host."""
+        """A call of `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group. tokens:
+        None: from the host."""
         size, placed = len(sequences), self.pool.beside
         tables = {name: shape_of((size, width), np.int32, placed) for name, width in widths.items()}
         cache = self.pool.as_it_is(tables, shape_of((size,), np.int32, placed))

@@ -1,8 +1,8 @@
 """Which program runs the steps of a watched policy: that of the policy alone, or the one that measures and reads more.
 
-An unwatched job and the quiet steps of a watched one run the same program. The other one runs where a row is due, and where a head of a row
-may read more than the policy's list. Both give a row that is neither the same bits, so a choice costs time and changes no answer. It
-depends on counts of steps, never on the clock.
+An unwatched job and the quiet steps of a watched one run the same program. The other one runs where a row is due, and
+where a head of a row may read more than the policy's list. Both give a row that is neither the same bits, so a choice
+costs time and changes no answer. It depends on counts of steps, never on the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvjax.policies.decode.watched import DUE, LEVEL, OWN, Watched
 def program_of(policy: Watched, slots: DecodeBatch, written: Written, *, several: bool) -> DecodePolicy:
     """The policy whose program runs the next launch: `policy`, or the one that it watches.
 
-    several: whether the launch has several steps. It then waits for what the launch before measured, so that all its steps can be quiet.
+    several: whether the launch has several steps. It then waits for what the launch before measured, so that all its
+    steps can be quiet.
     """
     if any(_measured(policy, slots, written)):
         return policy
@@ -41,8 +42,8 @@ def after_prompts(policy: Watched, slots: DecodeBatch, states: States) -> States
 
 
 def alarms_of(policy: Watched, slots: DecodeBatch, written: Written, states: States) -> dict[CachedSequence, Alarm]:
-    """The alarms of the sequences that a launch has measured. written: how many of its tokens stay. states: after it. Call it before the
-    sequences grow."""
+    """The alarms of the sequences that a launch has measured. written: how many of its tokens stay. states: after it.
+    Call it before the sequences grow."""
     if policy.max_missed == 1 or not any(measured := _measured(policy, slots, written)):
         return {}
     flags = _raised(states)

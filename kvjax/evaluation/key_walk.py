@@ -1,4 +1,5 @@
-"""Walks over all keys of a sequence, tile by tile, to score its blocks. Memory: a tile of keys, its logits, and the scores."""
+"""Walks over all keys of a sequence, tile by tile, to score its blocks. Memory: a tile of keys, its logits, and the
+scores."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def probabilities(
     pos: Int[Array, "S"],
     sm_scale: Scale,
 ) -> Float[Array, "H T S"]:
-    """The attention that each query pays to each of these keys, given the log-sum-exp of all of its logits; 0 for padding."""
+    """The attention that each query pays to each of these keys, given the log-sum-exp of all of its logits; 0 for
+    padding."""
     num_queries, num_heads, head_dim = q.shape
     rows = q.reshape(num_queries, keys.shape[0], -1, head_dim).transpose(1, 2, 0, 3).reshape(keys.shape[0], -1, head_dim)
     logits = online_softmax.scaled_logits(rows, keys, sm_scale).reshape(num_heads, num_queries, -1)

@@ -1,8 +1,9 @@
 """Needles in a haystack: facts hidden in running text, and a question about one of them at the end.
 
-A trial hides one target needle at a chosen depth, and `distractors` more needles of the same template with other keys. Haystack and
-question are separate: a haystack is prefilled once, and the question is fed through the decode policy under test. So what is measured is
-sparse decoding from the question on. Works with any tokenizer and any text. Uses only numpy and strings.
+A trial hides one target needle at a chosen depth, and `distractors` more needles of the same template with other keys.
+Haystack and question are separate: a haystack is prefilled once, and the question is fed through the decode policy
+under test. So what is measured is sparse decoding from the question on. Works with any tokenizer and any text. Uses
+only numpy and strings.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MIN_WORDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """How a fact is written and asked for. Both contain ` {key}`. The needle also contains ` {value}`, the answer to the question: one of
-    `words`, or a number if there are none."""
+    """How a fact is written and asked for. Both contain ` {key}`. The needle also contains ` {value}`, the answer to
+    the question: one of `words`, or a number if there are none."""
 
     needle: str
     question: str
@@ -41,7 +42,8 @@ TEMPLATES = (
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One haystack and its question. haystack_ids + question_ids is the whole prompt. answer_ids: the tokens of " " + answer.
+    """One haystack and its question. haystack_ids + question_ids is the whole prompt. answer_ids: the tokens of " " +
+    answer.
 
     depth: the target's place in the haystack's text, from 0 (first) to 1 (last). template: its number in the task.
     """
@@ -60,8 +62,8 @@ class Trial:
 
     @property
     def turns(self) -> tuple[tuple[list[int], int], ...]:
-        """Tokens to feed, and how many to decode after them: the question, and one token more than the answer. The additional token must
-        not begin with a digit."""
+        """Tokens to feed, and how many to decode after them: the question, and one token more than the answer. The
+        additional token must not begin with a digit."""
         return ((self.question_ids, len(self.answer_ids) + 1),)
 
     fed = ()
@@ -72,7 +74,8 @@ class Trial:
         return float(self.is_hit(texts[0]))
 
     def is_hit(self, text: str) -> bool:
-        """Whether generated text begins with exactly the answer: every digit is right, and no digit follows; no letter follows a word."""
+        """Whether generated text begins with exactly the answer: every digit is right, and no digit follows; no letter
+        follows a word."""
         text = text.strip()
         after = text[len(self.answer) :][:1]
         return text.startswith(self.answer) and not after.isdigit() and not (self.answer.isalpha() and after.isalpha())
@@ -82,11 +85,12 @@ class Trial:
 class NeedleTask:
     """Makes trials from one tokenizer and one text.
 
-    tokenizer: a `transformers` tokenizer or a `tokenizers.Tokenizer`. text_ids: int[...], tokens of the text in which needles are hidden
-    (`encode_text`). words: words of which keys are made, two for each key (`vocabulary_words`). held_out: draw keys from the eighth of all
-    keys that training never uses; if False, from the others. digits: of each value. distractors: in each trial. prefix_ids: tokens that
-    every prompt starts with (a BOS token). near_miss: the distractors' keys share a word with the target's key, and their values differ
-    from its value in one digit, or, where there are more than 9 for each digit, in two (`near_values`).
+    tokenizer: a `transformers` tokenizer or a `tokenizers.Tokenizer`. text_ids: int[...], tokens of the text in which
+    needles are hidden (`encode_text`). words: words of which keys are made, two for each key (`vocabulary_words`).
+    held_out: draw keys from the eighth of all keys that training never uses; if False, from the others. digits: of each
+    value. distractors: in each trial. prefix_ids: tokens that every prompt starts with (a BOS token). near_miss: the
+    distractors' keys share a word with the target's key, and their values differ from its value in one digit, or, where
+    there are more than 9 for each digit, in two (`near_values`).
     """
 
     tokenizer: Any
@@ -106,7 +110,8 @@ class NeedleTask:
             raise ValueError(f"digits must be at least 1 and distractors at least 0, got {self.digits} and {self.distractors}")
 
     def trial(self, length: int, rng: np.random.Generator, *, depth: float | None = None, template: int | None = None) -> Trial:
-        """One trial of exactly `length` tokens, question included. Depth (in [0, 1]) and template are drawn if they are not given.
+        """One trial of exactly `length` tokens, question included. Depth (in [0, 1]) and template are drawn if they are
+        not given.
 
         ValueError if needles and question alone are longer than `length`, or the text is too short.
         """
@@ -125,13 +130,14 @@ class NeedleTask:
         return Trial(haystack, question, self._ids(" " + values[0]), values[0], depth, number)
 
     def trials(self, length: int, count: int, *, seed: int = 0) -> list[Trial]:
-        """`count` trials of `length` tokens. Depths are evenly spread over [0, 1], templates take turns, the rest is drawn from `seed`."""
+        """`count` trials of `length` tokens. Depths are evenly spread over [0, 1], templates take turns, the rest is
+        drawn from `seed`."""
         rng = np.random.default_rng((seed, length))
         return [self.trial(length, rng, depth=(i + 0.5) / count, template=i % len(self.templates)) for i in range(count)]
 
     def start_of_text(self, fill: int, length: int, rng: np.random.Generator, rest: str) -> int:
-        """A random position at which `fill` tokens of the text begin. ValueError if `rest`, a description of the other tokens, leaves no
-        room for text, or if the text is too short."""
+        """A random position at which `fill` tokens of the text begin. ValueError if `rest`, a description of the other
+        tokens, leaves no room for text, or if the text is too short."""
         if fill < 0:
             raise ValueError(
                 f"{rest} take {length - fill} tokens, and a length of {length} is left for them: use a greater length or fewer distractors"
@@ -160,12 +166,14 @@ class NeedleTask:
         return near_values(rng.integers(0, 10, self.digits), self.distractors, rng)
 
     def words_of(self, form: Template, rng: np.random.Generator) -> list[str]:
-        """A word for each key, the target's first. No other key has the target's word; beyond the number of words, others share one."""
+        """A word for each key, the target's first. No other key has the target's word; beyond the number of words,
+        others share one."""
         target, *others = rng.permutation(form.words).tolist()
         return [target, *np.resize(others, self.distractors).tolist()]
 
     def _near_keys(self, key: str, rng: np.random.Generator) -> list[str]:
-        """The key, and other keys that share its first or its second word. All are held out, or all are training keys."""
+        """The key, and other keys that share its first or its second word. All are held out, or all are training
+        keys."""
         first, second = key.split()
         pairs = {(first, word) for word in self.words} | {(word, second) for word in self.words}
         near = sorted(" ".join(pair) for pair in pairs - {(first, second)} if is_held_out(*pair) == self.held_out)
@@ -180,9 +188,9 @@ class NeedleTask:
 def near_values(digits: np.ndarray, count: int, rng: np.random.Generator) -> list[str]:
     """A value, and `count` other values near it, all different, as strings of digits.
 
-    digits: int[n], of the value. The 9 n values that differ from it in one digit come first, in random order, then the 81 n (n - 1) / 2
-    that differ in two: 45 and 810 for five digits. A smaller count gives the first of the same values. ValueError for a count above both
-    together.
+    digits: int[n], of the value. The 9 n values that differ from it in one digit come first, in random order, then the
+    81 n (n - 1) / 2 that differ in two: 45 and 810 for five digits. A smaller count gives the first of the same values.
+    ValueError for a count above both together.
     """
     tiers = [list(itertools.combinations(range(len(digits)), changed)) for changed in (1, 2)]
     sizes = [len(places) * 9**changed for changed, places in enumerate(tiers, 1)]
@@ -252,8 +260,8 @@ def encode_text(tokenizer: Any, text: str, *, span: int = 20_000) -> np.ndarray:
 def vocabulary_words(tokenizer: Any, *, letters: int = 5, limit: int = 4096) -> tuple[str, ...]:
     """Lower-case ASCII words of at least `letters` letters that are one token after a space.
 
-    They are sorted. If there are more than `limit`, evenly spaced ones are taken. ValueError if there are fewer than MIN_WORDS: then pass
-    your own word list.
+    They are sorted. If there are more than `limit`, evenly spaced ones are taken. ValueError if there are fewer than
+    MIN_WORDS: then pass your own word list.
     """
     marks = ("\u0120", "\u2581")  # how byte-level and SentencePiece vocabularies write a leading space
     found = {t[1:] for t in tokenizer.get_vocab() if t.startswith(marks)}

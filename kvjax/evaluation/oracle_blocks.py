@@ -18,8 +18,8 @@ from pallas_kernels.attention.flash_attention import flash_attention
 
 @dataclasses.dataclass(frozen=True)
 class OracleBlocks(BestBlocks):
-    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that the tile's queries pay most attention to,
-    summed over the tile. It is for measuring only, because it computes dense attention twice.
+    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that the tile's queries pay
+    most attention to, summed over the tile. It is for measuring only, because it computes dense attention twice.
 
     Source: the oracle block top-k of "Measure Once, Mask Once", section 1 and figure 2.
     """
@@ -46,10 +46,11 @@ def oracle(k: str = "") -> OracleBlocks | None:
 def attention_mass(
     query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, chi: int, key_block: int
 ) -> Float[Array, "B C H S"]:
-    """The dense attention that each tile of `chi` queries pays every block of `key_block` keys, summed over the tile, float32.
+    """The dense attention that each tile of `chi` queries pays every block of `key_block` keys, summed over the tile,
+    float32.
 
-    S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding does not count. Memory: the result, and the logits
-    of T queries against a tile of keys.
+    S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding does not count. Memory: the
+    result, and the logits of T queries against a tile of keys.
     """
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     _, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)

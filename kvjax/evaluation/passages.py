@@ -1,6 +1,7 @@
 """Passages of a haystack's own text, begun again at its end: does the model go on as the text did?
 
-Nothing is planted, so any model that copies can do it, and any text will do. The passage stands once in the haystack, at the trial's depth.
+Nothing is planted, so any model that copies can do it, and any text will do. The passage stands once in the haystack,
+at the trial's depth.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ RUN_IN, REPEATED_TOKENS = 16, 32
 """Of a passage that is fed whole: tokens that do not count, and tokens that are to be predicted."""
 
 ENOUGH = 0.75
-"""Share of the tokens to be predicted that makes a hit. Released models of 135M and 270M predict 0.8 to 1.0 of them where they see the
-passage, and 0.2 to 0.45 where they do not."""
+"""Share of the tokens to be predicted that makes a hit. Released models of 135M and 270M predict 0.8 to 1.0 of them
+where they see the passage, and 0.2 to 0.45 where they do not."""
 
 UNIQUE_TOKENS = 12
-"""The last tokens before the first judged one stand nowhere else in the haystack, so that only this passage says how they go on."""
+"""The last tokens before the first judged one stand nowhere else in the haystack, so that only this passage says how
+they go on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PassageTrial:
     """A haystack, the beginning of one of its passages, and the tokens that follow there.
 
-    forced: the true tokens are fed whatever the model says, and it has to predict the share ENOUGH of them. Otherwise its own tokens are
-    fed, and all must be right. depth: the passage's place in the haystack's text, from 0 (first) to 1 (last).
+    forced: the true tokens are fed whatever the model says, and it has to predict the share ENOUGH of them. Otherwise
+    its own tokens are fed, and all must be right. depth: the passage's place in the haystack's text, from 0 (first) to
+    1 (last).
     """
 
     haystack_ids: list[int]
@@ -66,15 +69,17 @@ def passage(task: NeedleTask, length: int, rng: np.random.Generator, depth: floa
 
 
 def repeat(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> PassageTrial:
-    """A passage that is fed again, and whose REPEATED_TOKENS are to be predicted, as `prompt_recall` asks of prefill."""
+    """A passage that is fed again, and whose REPEATED_TOKENS are to be predicted, as `prompt_recall` asks of
+    prefill."""
     return _drawn(task, length, rng, depth, RUN_IN, REPEATED_TOKENS, forced=True)
 
 
 def _drawn(task: NeedleTask, length: int, rng: np.random.Generator, depth: float, asked: int, count: int, *, forced: bool) -> PassageTrial:
-    """A trial of `length` tokens. The passage stands at `depth`, or at the next place where it is unique; its depth is the one it has.
+    """A trial of `length` tokens. The passage stands at `depth`, or at the next place where it is unique; its depth is
+    the one it has.
 
-    The task's distractors are facts of one template, as in other tasks, none inside the passage. ValueError if the text is too short, or
-    if no passage of it is unique.
+    The task's distractors are facts of one template, as in other tasks, none inside the passage. ValueError if the text
+    is too short, or if no passage of it is unique.
     """
     form = task.templates[int(rng.integers(len(task.templates)))]
     others = zip(task.keys(rng)[1:], task.values(rng)[1:], strict=True)
@@ -97,7 +102,8 @@ def _drawn(task: NeedleTask, length: int, rng: np.random.Generator, depth: float
 
 
 def _unique(text: np.ndarray, first: int, room: int, asked: int) -> int:
-    """The first place from `first` on, and then from 0 on, whose UNIQUE_TOKENS tokens before the judged ones stand once in the text."""
+    """The first place from `first` on, and then from 0 on, whose UNIQUE_TOKENS tokens before the judged ones stand once
+    in the text."""
     runs = np.lib.stride_tricks.sliding_window_view(text, UNIQUE_TOKENS)
     for place in (*range(first, room + 1), *range(first)):
         begin = place + asked - UNIQUE_TOKENS

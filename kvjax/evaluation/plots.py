@@ -20,7 +20,8 @@ MARKS = ("o", "s", "D", "v", "^", "P", "X", "*")
 
 
 def draw(figures: dict[str, Any], folder: Path) -> list[Path]:
-    """Write recall.png, kl.png and disagreements.png from the figures of `report.summarize` to a folder. Returns their paths."""
+    """Write recall.png, kl.png and disagreements.png from the figures of `report.summarize` to a folder. Returns their
+    paths."""
     lengths = list(dict.fromkeys(row["length"] for row in figures["forced"]))
     paths = [folder / f"{name}.png" for name in ("recall", "kl", "disagreements")]
     for path, plot, stacked in zip(paths, (recall, divergence, disagreements), (False, False, True), strict=True):
@@ -44,7 +45,8 @@ def reach(intervals: Sequence[Mapping[str, float]]) -> list[list[float]]:
 
 
 def recall(figures: dict[str, Any], length: int, axis: Axes) -> None:
-    """Plot the share of valid trials found over keys read per step. Each policy has a colour, each task and haystack a marker."""
+    """Plot the share of valid trials found over keys read per step. Each policy has a colour, each task and haystack a
+    marker."""
     rows = [row for row in figures["retrieval"] if row["length"] == length and row["exact_match"]]
     kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
     for number, kind in enumerate(kinds):
@@ -79,7 +81,8 @@ def disagreements(figures: dict[str, Any], length: int, axis: Axes) -> None:
 
 
 def _by_budget(axis: Axes, rows: Iterable[dict], field: str, mark: str, kind: str) -> None:
-    """Plot `field` with its interval over keys read (log scale): a point for each policy, and a dotted line for dense."""
+    """Plot `field` with its interval over keys read (log scale): a point for each policy, and a dotted line for
+    dense."""
     for row in rows:
         name, found = row["policy"], row[field]
         style = {"color": color_of(name), "label": f"{name}{kind}"}

@@ -1,10 +1,11 @@
 """Prompt recall: measures what the later tokens of a prompt recall of its earlier ones while it is prefilled.
 
-Facts are stated in the first 30% of a prompt, and asked for and answered in its last 35%. Passages of the early text are repeated there,
-word for word. The figure is how often the logits of prefill predict what is repeated, teacher-forced: a value counts if all of its tokens
-are the most likely ones, a passage by the share of its tokens, after a short run-in. A needle asked for at the end of a prompt does not
-show this, because decode answers it and reads the whole cache, whatever prefill did. Every prefill policy runs beside dense on the same
-prompts, chunk by chunk, so that only the logits of one chunk, `[chunk, V]`, are held for each policy.
+Facts are stated in the first 30% of a prompt, and asked for and answered in its last 35%. Passages of the early text
+are repeated there, word for word. The figure is how often the logits of prefill predict what is repeated,
+teacher-forced: a value counts if all of its tokens are the most likely ones, a passage by the share of its tokens,
+after a short run-in. A needle asked for at the end of a prompt does not show this, because decode answers it and reads
+the whole cache, whatever prefill did. Every prefill policy runs beside dense on the same prompts, chunk by chunk, so
+that only the logits of one chunk, `[chunk, V]`, are held for each policy.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ EARLY, LATE = 0.3, 0.65
 """Positions as shares of a prompt: originals are before EARLY, their repetitions after LATE."""
 
 CONTROL = "window:64+1024"
-"""The control: a prefill policy that cannot see the originals, so it must fail. A cell in which it does not is invalid."""
+"""The control: a prefill policy that cannot see the originals, so it must fail. A cell in which it does not is
+invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedDense(TileLists):
-    """Dense attention through the op of sparse policies, over lists that hold every block: the same keys, summed in another order.
+    """Dense attention through the op of sparse policies, over lists that hold every block: the same keys, summed in
+    another order.
 
-    It measures the noise floor, and shows that the op itself loses nothing, so that losses come only from the choice of blocks.
+    It measures the noise floor, and shows that the op itself loses nothing, so that losses come only from the choice of
+    blocks.
     """
 
     chi: int = 128
@@ -92,8 +96,8 @@ class RecallPrompt:
 class RecallTask:
     """Makes prompts from one tokenizer and one text.
 
-    tokenizer, text_ids, words, prefix_ids: as in `kvjax.evaluation.needle.NeedleTask`. facts, passages: how many in each prompt.
-    passage_tokens: tokens of each passage. run_in: tokens at its beginning that do not count.
+    tokenizer, text_ids, words, prefix_ids: as in `kvjax.evaluation.needle.NeedleTask`. facts, passages: how many in
+    each prompt. passage_tokens: tokens of each passage. run_in: tokens at its beginning that do not count.
     """
 
     tokenizer: Any
@@ -111,13 +115,14 @@ class RecallTask:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     def prompts(self, length: int, count: int, *, seed: int = 0) -> list[RecallPrompt]:
-        """`count` prompts of `length` tokens, their texts evenly spread over the whole text. ValueError if `length` or the text is too
-        short."""
+        """`count` prompts of `length` tokens, their texts evenly spread over the whole text. ValueError if `length` or
+        the text is too short."""
         starts = np.linspace(0, max(0, len(self.text_ids) - length), count).astype(int).tolist()
         return [self.prompt(length, start, np.random.default_rng((seed, length, number))) for number, start in enumerate(starts)]
 
     def prompt(self, length: int, text_start: int, rng: np.random.Generator) -> RecallPrompt:
-        """One prompt of exactly `length` tokens, with the text from `text_start` on. `rng` draws keys, values and orders."""
+        """One prompt of exactly `length` tokens, with the text from `text_start` on. `rng` draws keys, values and
+        orders."""
         needles = NeedleTask(self.tokenizer, self.text_ids, self.words, distractors=self.facts - 1)
         forms = [needles.templates[i % len(needles.templates)] for i in range(self.facts)]
         keys, values = needles.keys(rng), needles.values(rng)
@@ -171,7 +176,8 @@ def _take(text: Iterator[int], count: int) -> list[int]:
 
 
 def _place(statement: Sequence[int], answer: Sequence[int]) -> int:
-    """The place of a value's tokens in its statement; ValueError if the tokenizer splits the value differently there."""
+    """The place of a value's tokens in its statement; ValueError if the tokenizer splits the value differently
+    there."""
     for place in range(len(statement) - len(answer), -1, -1):
         if list(statement[place : place + len(answer)]) == list(answer):
             return place
@@ -182,8 +188,9 @@ def _place(statement: Sequence[int], answer: Sequence[int]) -> int:
 class RecallPlan:
     """What to measure.
 
-    prefills: prefill policies, by name; dense, dense again and the control always run. lengths: tokens of whole prompts. facts: in all
-    prompts of a length, a multiple of `facts_per_prompt`. control: the policy that must fail. seed: for keys, values and orders.
+    prefills: prefill policies, by name; dense, dense again and the control always run. lengths: tokens of whole
+    prompts. facts: in all prompts of a length, a multiple of `facts_per_prompt`. control: the policy that must fail.
+    seed: for keys, values and orders.
     """
 
     prefills: tuple[str, ...]
@@ -231,7 +238,8 @@ class RecallPlan:
 class RecallRun:
     """Runs a plan, prompt by prompt. Each policy has an engine with room for one sequence of the longest length.
 
-    `records` yields plain JSON. failed: the error of each policy that failed. Such a policy is not run again; the others go on.
+    `records` yields plain JSON. failed: the error of each policy that failed. Such a policy is not run again; the
+    others go on.
     """
 
     def __init__(self, model: Model, text: str, plan: RecallPlan):
@@ -267,7 +275,8 @@ class RecallRun:
                 yield {"length": length, "prompt": number} | self._measure(prompt, advance)
 
     def _measure(self, prompt: RecallPrompt, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Runs every policy on one prompt: values predicted, shares of passages predicted, and mean KL to dense over the last part."""
+        """Runs every policy on one prompt: values predicted, shares of passages predicted, and mean KL to dense over
+        the last part."""
         chunk, running, found = self.plan.prefill_chunk, {}, {}
         head = prompt.late // chunk * chunk
         try:
@@ -293,13 +302,14 @@ class RecallRun:
         return self._figures(prompt, head, rows)
 
     def _begin(self, name: str, ids: list[int]) -> CachedSequence:
-        """A new sequence with the head of a prompt. Its page table is wide enough for the longest length, so one program serves all."""
+        """A new sequence with the head of a prompt. Its page table is wide enough for the longest length, so one
+        program serves all."""
         (sequence,) = self._engines[name].prefill([ids], reserve=max(self.plan.lengths) - len(ids))
         return sequence
 
     def _figures(self, prompt: RecallPrompt, head: int, rows: dict[str, np.ndarray]) -> dict[str, Any]:
-        """The record of a prompt. rows: `[2, n]` for each policy: whether the token after position head + i was the most likely one (1.0
-        or 0.0), and the KL to dense there."""
+        """The record of a prompt. rows: `[2, n]` for each policy: whether the token after position head + i was the
+        most likely one (1.0 or 0.0), and the KL to dense there."""
         late = slice(prompt.late - head, len(prompt.ids) - 1 - head)
         repeated = np.zeros(len(prompt.ids) - head, bool)
         for again in (*prompt.facts, *prompt.passages):
@@ -321,7 +331,8 @@ class RecallRun:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Record an error of a tested policy, so that the others go on. An error of dense, or of dense again, is raised."""
+        """Record an error of a tested policy, so that the others go on. An error of dense, or of dense again, is
+        raised."""
         try:
             yield
         except Exception as error:

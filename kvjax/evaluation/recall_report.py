@@ -42,7 +42,8 @@ RULES = {
 def summarize(plan: RecallPlan, records: Iterable[dict[str, Any]], failed: Mapping[str, str]) -> dict[str, Any]:
     """All figures, ready for JSON, from the records so far. A length with fewer than two prompts is left out.
 
-    Keys: rules, policies (name, describe), cells (per length: prompts done, and why it is invalid), rows (per length and policy), failed.
+    Keys: rules, policies (name, describe), cells (per length: prompts done, and why it is invalid), rows (per length
+    and policy), failed.
     """
     records, named = list(records), plan.policies
     cells, rows = [], []

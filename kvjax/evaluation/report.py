@@ -1,4 +1,5 @@
-"""Makes the figures of a run from its records: one JSON value, rows for a CSV file, and tables for the terminal and documents."""
+"""Makes the figures of a run from its records: one JSON value, rows for a CSV file, and tables for the terminal and
+documents."""
 
 from __future__ import annotations
 
@@ -40,11 +41,12 @@ DENSE_SHARE = 0.5
 """Share of a cell's trials that dense must answer for the cell to count."""
 
 EQUAL_BUDGET = 0.1
-"""Two policies have equal budgets if their numbers of keys differ by at most this share of the larger (quest:64 and top:8: 7%)."""
+"""Two policies have equal budgets if their numbers of keys differ by at most this share of the larger (quest:64 and
+top:8: 7%)."""
 
 KEPT_KL = 0.02
-"""A policy holds if its mean KL to dense is at most this, in nats. (The level `assured` of policy `auto` asks it of the interval's upper
-end.)"""
+"""A policy holds if its mean KL to dense is at most this, in nats. (The level `assured` of policy `auto` asks it of the
+interval's upper end.)"""
 
 FEW_TRIALS = 50
 """With fewer valid trials, no policy is said to hold: the interval of a difference is too wide to show a loss."""
@@ -55,7 +57,8 @@ CONTROL_LOSS = 0.5
 DEPTH_BINS = 5
 MARGIN_EDGES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, float("inf"))
 PARTS = 4
-"""A forced run is cut into this many parts, to show whether the KL grows as the fed text becomes longer than the local window."""
+"""A forced run is cut into this many parts, to show whether the KL grows as the fed text becomes longer than the local
+window."""
 
 RULES = {
     "cells": f"A cell (length, task, haystack) counts where dense answers at least {DENSE_SHARE:.0%} of its trials. Of others it is said "
@@ -80,9 +83,9 @@ RULES = {
 def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """All figures of a run, ready for JSON, from records of all its units in any order.
 
-    Keys: rules, policies (name, describe), retrieval (per length, task, haystack and policy), forced and speed (per length and policy),
-    equal_budget (per length and pair of policies), pooled (per policy) and took (wall-clock seconds per length). ValueError if records lack
-    trials or windows of the plan.
+    Keys: rules, policies (name, describe), retrieval (per length, task, haystack and policy), forced and speed (per
+    length and policy), equal_budget (per length and pair of policies), pooled (per policy) and took (wall-clock seconds
+    per length). ValueError if records lack trials or windows of the plan.
     """
     records = list(records)
     names = ("dense", *plan.others)
@@ -117,7 +120,8 @@ def _check_whole(what: str, wanted: int, records: Sequence[dict]) -> None:
 
 
 def _trials(records: Sequence[dict], names: Sequence[str]) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
-    """For the trials of one cell: the share found by each policy, the fifth of depth of each trial, and whether the cell counts."""
+    """For the trials of one cell: the share found by each policy, the fifth of depth of each trial, and whether the
+    cell counts."""
     bins = np.minimum((np.concatenate([r["depths"] for r in records]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
     shares = {name: np.concatenate([r["shares"][name] for r in records]) for name in names}
     return shares, bins, bool(np.mean(shares["dense"] == 1.0) >= DENSE_SHARE)
@@ -226,7 +230,8 @@ def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
 
 
 def _speed_rows(record: dict) -> list[dict[str, Any]]:
-    """Milliseconds per step: the median of the rounds, the fastest and the slowest round. speed: dense's median over the policy's."""
+    """Milliseconds per step: the median of the rounds, the fastest and the slowest round. speed: dense's median over
+    the policy's."""
     dense = np.median(record["seconds"]["dense"])
     return [
         {
@@ -257,7 +262,8 @@ def _pool(name: str, forced: Sequence[dict]) -> dict[str, Any]:
 
 
 def frame(figures: dict[str, Any]) -> pandas.DataFrame:
-    """One flat row per length, task, haystack and policy, of `CSV_COLUMNS`. Figures that have no task and haystack are repeated."""
+    """One flat row per length, task, haystack and policy, of `CSV_COLUMNS`. Figures that have no task and haystack are
+    repeated."""
     needs_extras("a table of an evaluation", "eval")
     import pandas
 
@@ -312,7 +318,8 @@ def table_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[int
 
 
 def tables(figures: dict[str, Any]) -> list[Table]:
-    """One table per length, with every policy and the noise floor, and one more of all tasks and haystacks if there are several."""
+    """One table per length, with every policy and the noise floor, and one more of all tasks and haystacks if there are
+    several."""
     first = figures["retrieval"][0]
     columns, rows = table_rows(figures)
     made = []
@@ -329,7 +336,8 @@ KINDS = "found, lost/gained against dense, and the difference in points with its
 
 
 def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns, and a row per length and policy with what was found in every task and haystack. No rows if there is only one of these."""
+    """Columns, and a row per length and policy with what was found in every task and haystack. No rows if there is only
+    one of these."""
     kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
     columns, rows = ("policy", "tokens", *(f"{task} in {haystack}" for task, haystack in kinds)), []
     if len(kinds) > 1:
@@ -341,8 +349,8 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """Remarks below the tables: which policies hold, whether the control fails, what dense cannot do, bootstraps over too few blocks,
-    policies of equal budget, agreement on confident steps, and the time taken."""
+    """Remarks below the tables: which policies hold, whether the control fails, what dense cannot do, bootstraps over
+    too few blocks, policies of equal budget, agreement on confident steps, and the time taken."""
     lines = [*verdicts(figures), *controls(figures), *not_counted(figures)]
     for length, blocks in {row["length"]: row["blocks"] for row in figures["forced"] if "blocks" in row}.items():
         if blocks < FEW_BLOCKS:
@@ -373,7 +381,8 @@ def not_counted(figures: dict[str, Any]) -> list[str]:
 
 
 def _cannot(row: dict[str, Any]) -> str:
-    """Which trials do not count, from dense's row. Earlier files have cells by depth, and say of each whether it counts."""
+    """Which trials do not count, from dense's row. Earlier files have cells by depth, and say of each whether it
+    counts."""
     where = f"{row['task']} in {row['haystack']} at {row['length']:,} tokens"
     hits, trials = in_all(row)
     if not row["trials"]:
@@ -385,7 +394,8 @@ def _cannot(row: dict[str, Any]) -> str:
 def verdicts(figures: dict[str, Any]) -> list[str]:
     """For each length, task and haystack: which policies hold and which fail, in the order of keys read.
 
-    A policy holds if the interval of its paired difference from dense includes 0 or lies above 0, and its mean KL is at most `KEPT_KL`.
+    A policy holds if the interval of its paired difference from dense includes 0 or lies above 0, and its mean KL is at
+    most `KEPT_KL`.
     """
     lines = []
     kinds = dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"])
@@ -406,8 +416,9 @@ def verdicts(figures: dict[str, Any]) -> list[str]:
 
 
 def controls(figures: dict[str, Any]) -> list[str]:
-    """Whether the control, the narrowest window, fails as it must: it loses at least `CONTROL_LOSS` of what dense finds, and has a KL above
-    `KEPT_KL`. If no window was run, the remark says that nothing shows whether a policy that reads too little would fail.
+    """Whether the control, the narrowest window, fails as it must: it loses at least `CONTROL_LOSS` of what dense
+    finds, and has a KL above `KEPT_KL`. If no window was run, the remark says that nothing shows whether a policy that
+    reads too little would fail.
     """
     names = dict.fromkeys(row["policy"] for row in figures["retrieval"])
     windows = {

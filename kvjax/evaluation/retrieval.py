@@ -31,8 +31,8 @@ Turn = tuple[Sequence[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A model's answer to one trial. hit: whether all that is expected is in its text. depth: the trial's. share: of what is expected, the
-    part that was found."""
+    """A model's answer to one trial. hit: whether all that is expected is in its text. depth: the trial's. share: of
+    what is expected, the part that was found."""
 
     text: str
     hit: bool
@@ -42,8 +42,8 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class NeedleResult:
-    """All answers of one policy. seconds: of questions and answers, without prefill. blocks_per_step, keys_per_step: what one KV head of
-    one layer read per decode step, on average."""
+    """All answers of one policy. seconds: of questions and answers, without prefill. blocks_per_step, keys_per_step:
+    what one KV head of one layer read per decode step, on average."""
 
     policy: str
     answers: list[Answer]
@@ -92,11 +92,12 @@ def find_needles(
 ) -> list[NeedleResult]:
     """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.decode.parse`).
 
-    prefill: the policy by which haystacks are prefilled (`kvjax.policies.prefill.parse_prefill`). The trials do not depend on it. length:
-    tokens of a whole context, of which ANSWER_ROOM are reserved for the answer. trials: number of needles; their depths are evenly spread.
-    batch: contexts that are held and decoded together. cache_format: how full pages are packed (`kvjax.Engine`). on_tokens: called with the
-    number of haystack tokens just prefilled. Raises ValueError if a context does not fit the model or the text is too short, OutOfPages if
-    memory does not hold `batch` contexts.
+    prefill: the policy by which haystacks are prefilled (`kvjax.policies.prefill.parse_prefill`). The trials do not
+    depend on it. length: tokens of a whole context, of which ANSWER_ROOM are reserved for the answer. trials: number of
+    needles; their depths are evenly spread. batch: contexts that are held and decoded together. cache_format: how full
+    pages are packed (`kvjax.Engine`). on_tokens: called with the number of haystack tokens just prefilled. Raises
+    ValueError if a context does not fit the model or the text is too short, OutOfPages if memory does not hold `batch`
+    contexts.
     """
     if length <= ANSWER_ROOM:
         raise ValueError(f"length {length} must be more than the {ANSWER_ROOM} tokens that are kept for the answer")
@@ -107,7 +108,8 @@ def find_needles(
     drawn = task.trials(length - ANSWER_ROOM, trials, seed=seed)
     # The pages of each context, and three more: forks need a copy of the open page, and pages for question and answer.
     pages = batch * (-(-length // page_size) + 3)
-    # Of packed pages, each context and its fork have a row of open ones, of which there are as many as the largest bucket.
+    # Of packed pages, each context and its fork have a row of open ones, of which there are as many as the largest
+    # bucket.
     buckets = (batch,) if cache_format is None else (batch, 2 * batch)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "batch_buckets": buckets}
     engine = Engine(model, policies=policies, prefill=prefill, cache_format=cache_format, **sizes)
@@ -162,11 +164,12 @@ def needle_exact_match(
 def ask(
     engine: Engine, sequences: Sequence[CachedSequence], trials: Sequence[Any], tokenizer: Any, *, policy: str | DecodePolicy
 ) -> tuple[list[Answer], np.ndarray, np.ndarray]:
-    """Feed each trial's questions token by token, and decode each trial's number of answer tokens greedily, all under `policy`.
+    """Feed each trial's questions token by token, and decode each trial's number of answer tokens greedily, all under
+    `policy`.
 
-    sequences: one per trial, holding its haystack. They grow by questions and answers; where these differ in length, shorter rows grow by a
-    few tokens more, so that the batch keeps its shape. Returns the answers, and for every step the blocks and the keys that one KV head of
-    one layer read on average.
+    sequences: one per trial, holding its haystack. They grow by questions and answers; where these differ in length,
+    shorter rows grow by a few tokens more, so that the batch keeps its shape. Returns the answers, and for every step
+    the blocks and the keys that one KV head of one layer read on average.
     """
     fed = [trial.fed for trial in trials]
     said, blocks, keys = speak(engine, sequences, [trial.turns for trial in trials], policy=policy, fed=fed)
@@ -186,14 +189,17 @@ def speak(
     policy: str | DecodePolicy,
     fed: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:
-    """Feed every sequence the given tokens of its script, and generate the others greedily. Returns the generated ids of each turn of each
-    sequence, and for every step the blocks and the keys that one KV head of one layer read on average.
+    """Feed every sequence the given tokens of its script, and generate the others greedily. Returns the generated ids
+    of each turn of each sequence, and for every step the blocks and the keys that one KV head of one layer read on
+    average.
 
-    fed: for each sequence, the tokens that are fed in place of the ones that it generates, in order; those beyond are its own. The ids
-    returned are those that it generates. A row that finishes before the others goes on with its own tokens. The host waits for the device
-    only at steps where a row's next token is one that it generated. NotFinite if the model gives NaN.
+    fed: for each sequence, the tokens that are fed in place of the ones that it generates, in order; those beyond are
+    its own. The ids returned are those that it generates. A row that finishes before the others goes on with its own
+    tokens. The host waits for the device only at steps where a row's next token is one that it generated. NotFinite if
+    the model gives NaN.
     """
-    # Two entries per token of a row's script: whether it is generated, and the token that is fed, None for the generated one.
+    # Two entries per token of a row's script: whether it is generated, and the token that is fed, None for the
+    # generated one.
     asked = [[each for ids, count in turns for each in (*[False] * len(ids), *[True] * count)] for turns in scripts]
     plans = []
     for turns, instead in zip(scripts, map(iter, fed or [()] * len(scripts)), strict=True):
@@ -229,10 +235,11 @@ class Arm:
 
 
 def step_seconds(arms: Mapping[str, Arm], *, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per decode step of each arm, one figure per round. Arms take turns, and the host waits only at the end of a round.
+    """Seconds per decode step of each arm, one figure per round. Arms take turns, and the host waits only at the end of
+    a round.
 
-    arms: by their names in the result. Steps are timed as forcing runs them, with returned logits and the host's work. One more round
-    before these compiles.
+    arms: by their names in the result. Steps are timed as forcing runs them, with returned logits and the host's work.
+    One more round before these compiles.
     """
     found: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):

@@ -1,11 +1,12 @@
-"""An evaluation run: measures every policy in one engine, on the same prefilled texts, unit by unit. Keep the records of finished units.
+"""An evaluation run: measures every policy in one engine, on the same prefilled texts, unit by unit. Keep the records
+of finished units.
 
     run = EvaluationRun(model, text, Plan(policies=("dense", "cascade:8"), lengths=(8192,)))
     records = [run.measure(unit) for unit in run.units()]
     figures = kvjax.evaluation.report.summarize(run.plan, records)
 
-A record is plain JSON. Apart from timings, it depends only on its unit, the plan, the text and the model. So a run that was killed can go
-on with the units that it lacks.
+A record is plain JSON. Apart from timings, it depends only on its unit, the plan, the text and the model. So a run that
+was killed can go on with the units that it lacks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ BASELINES = (
     *("cascade:4", "cascade:4+every2", "cascade:p0.95", "cascade:4/all+cache"),
 )
 """Ways to choose 4 distant blocks: a control; bounds (Quest), means, all keys in 1 bit (FIER), in 4 and in 8
-bits; a shortlist by bounds, then 4 bits, in every layer or every second one; the same for a share of attention (Twilight); the oracle."""
+bits; a shortlist by bounds, then 4 bits, in every layer or every second one; the same for a share of attention
+(Twilight); the oracle."""
 
 OVER = " @ "
 """Between the name of a policy and that of the variant with which it runs."""
@@ -52,14 +54,16 @@ Advance = Callable[[int], None]
 class Plan:
     """What a run measures.
 
-    policies: names (`kvjax.policies.decode.parse`), or policies, which are replaced by their names (`name_of`); dense always runs. lengths:
-    tokens of whole contexts, answers and forced text included. tasks, haystacks: of `kvjax.evaluation.tasks`. trials: of each task in each
-    haystack at each length. distractors: additional facts, in the haystacks that have them. windows: disjoint pieces of text for teacher
-    forcing. steps: forced tokens of each window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that
-    are held and decoded together. again: how many of them in the noise floor, dense again; 1 costs most, and at most half of the batch is
-    used, so that the shapes differ. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
-    "POLICY @ FORMAT". weights: names of packed weights, as "int8"; every policy also runs with each, by the name "POLICY @ weights int8".
-    All are compared with dense over pages that are not packed and with the weights as they are.
+    policies: names (`kvjax.policies.decode.parse`), or policies, which are replaced by their names (`name_of`); dense
+    always runs. lengths: tokens of whole contexts, answers and forced text included. tasks, haystacks: of
+    `kvjax.evaluation.tasks`. trials: of each task in each haystack at each length. distractors: additional facts, in
+    the haystacks that have them. windows: disjoint pieces of text for teacher forcing. steps: forced tokens of each
+    window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that are held and
+    decoded together. again: how many of them in the noise floor, dense again; 1 costs most, and at most half of the
+    batch is used, so that the shapes differ. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over
+    pages of each, by the name "POLICY @ FORMAT". weights: names of packed weights, as "int8"; every policy also runs
+    with each, by the name "POLICY @ weights int8". All are compared with dense over pages that are not packed and with
+    the weights as they are.
     """
 
     policies: tuple[str | DecodePolicy, ...]
@@ -136,7 +140,8 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A piece of work. kind: "retrieval" (a batch of trials) or "forced" (a batch of windows). rows: the trials or windows [first, last).
+    """A piece of work. kind: "retrieval" (a batch of trials) or "forced" (a batch of windows). rows: the trials or
+    windows [first, last).
 
     work: an estimate of the unit's work, in tokens of prefill.
     """
@@ -157,9 +162,9 @@ class Unit:
 class EvaluationRun:
     """Runs the units of a plan, with one engine for the model and one for each variant.
 
-    model: with a tokenizer. text: haystacks and windows are cut from it; it must be long enough for `plan.windows` disjoint windows.
-    packed: gives the model with weights of a name in `plan.weights`. ValueError for a text that is too short, and for lengths beyond the
-    model's positions.
+    model: with a tokenizer. text: haystacks and windows are cut from it; it must be long enough for `plan.windows`
+    disjoint windows. packed: gives the model with weights of a name in `plan.weights`. ValueError for a text that is
+    too short, and for lengths beyond the model's positions.
     """
 
     def __init__(self, model: Model, text: str, plan: Plan, packed: Callable[[str], Model] | None = None):
@@ -195,7 +200,8 @@ class EvaluationRun:
     def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
         """Run a unit and return its record. advance: called with the work just done, in tokens of prefill.
 
-        `took` in the record is the wall-clock time of the unit in seconds, which includes compiling and making an engine.
+        `took` in the record is the wall-clock time of the unit in seconds, which includes compiling and making an
+        engine.
         """
         advance, start = advance or (lambda tokens: None), time.perf_counter()
         engines = self._held()
@@ -234,7 +240,8 @@ class EvaluationRun:
         }
 
     def _bytes_read(self, policy: str, length: int, keys: float) -> int | None:
-        """Bytes of keys, values and indexes of a step of one sequence, by the keys that were read; None if the policy cannot say."""
+        """Bytes of keys, values and indexes of a step of one sequence, by the keys that were read; None if the policy
+        cannot say."""
         try:
             read = step_bytes(self.model.config, parse(policy), length, page_size=self.plan.page_size, measured_keys=keys)
         except NotImplementedError:
@@ -285,7 +292,8 @@ class EvaluationRun:
         return (unit.task, unit.haystack, unit.rows[0]) == (self.plan.tasks[0], self.plan.haystacks[0], 0)
 
     def _held(self) -> dict[str | None, Engine]:
-        """The engines. All lengths share them, so that a program of one length serves others whose page tables are as wide."""
+        """The engines. All lengths share them, so that a program of one length serves others whose page tables are as
+        wide."""
         if self._engines is None:
             self._engines = {each: self._new_engine(each) for each in (None, *self.plan.variants)}
         return self._engines
@@ -362,8 +370,8 @@ class EvaluationRun:
 
 
 def _batches(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` rows in as few batches as possible, of at most `most` rows and nearly equal size. So no batch has a single row, if `most` is
-    above 2 and `count` above 1."""
+    """`count` rows in as few batches as possible, of at most `most` rows and nearly equal size. So no batch has a
+    single row, if `most` is above 2 and `count` above 1."""
     ends = np.linspace(0, count, -(-count // most) + 1).round().astype(int).tolist()
     yield from itertools.pairwise(ends)
 

@@ -1,10 +1,11 @@
 """Tests whether a difference between two policies is significant: intervals, paired tests and bootstraps, by scipy.
 
-Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one policy answered and
-the other did not tell them apart (McNemar). Teacher-forced steps are compared step by step. Steps of one window of text are not
-independent, so an interval for other texts uses one figure per window (`over_windows`). A bootstrap over blocks of BLOCK_STEPS steps says
-only how exactly the figure of these windows is known. If several trials share a prompt, counts are divided by the design effect of the
-prompts before an interval is computed (Rao and Scott 1992, Biometrics 48:577).
+Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one
+policy answered and the other did not tell them apart (McNemar). Teacher-forced steps are compared step by step. Steps
+of one window of text are not independent, so an interval for other texts uses one figure per window (`over_windows`). A
+bootstrap over blocks of BLOCK_STEPS steps says only how exactly the figure of these windows is known. If several trials
+share a prompt, counts are divided by the design effect of the prompts before an interval is computed (Rao and Scott
+1992, Biometrics 48:577).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Trials that were answered by two policies (both), by the reference only (lost), by the policy only (gained), by none (neither)."""
+    """Trials that were answered by two policies (both), by the reference only (lost), by the policy only (gained), by
+    none (neither)."""
 
     both: int
     lost: int
@@ -52,8 +54,8 @@ class Pairs:
 class Paired(Pairs):
     """One policy against the reference on the same trials.
 
-    difference: the policy's share minus the reference's. p_value: exact McNemar, two-sided. p_loss: exact binomial, one-sided; its null
-    hypothesis is that the policy is no worse.
+    difference: the policy's share minus the reference's. p_value: exact McNemar, two-sided. p_loss: exact binomial,
+    one-sided; its null hypothesis is that the policy is no worse.
     """
 
     difference: Interval
@@ -64,7 +66,8 @@ class Paired(Pairs):
 def proportion(hits: float, trials: float) -> Interval:
     """A share of successes and its Wilson 95% interval. ValueError for no trials.
 
-    Counts need not be whole numbers: those of clusters are not. scipy's interval takes only whole ones, so the formula stands here.
+    Counts need not be whole numbers: those of clusters are not. scipy's interval takes only whole ones, so the formula
+    stands here.
     """
     _check_counts(hits, trials)
     share, weight = hits / trials, stats.norm.isf((1 - CONFIDENCE) / 2) ** 2 / trials
@@ -80,7 +83,8 @@ def lower_bound(hits: int, trials: int, confidence: float = 0.975) -> float:
 
 
 def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
-    """Compares two policies' successes on the same trials, in the same order. ValueError for rows of different lengths or no trial."""
+    """Compares two policies' successes on the same trials, in the same order. ValueError for rows of different lengths
+    or no trial."""
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
         raise ValueError(f"paired trials are two rows of one length, at least one trial, got {first.shape} and {second.shape}")
@@ -95,9 +99,9 @@ def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
 class Clustered(Pairs):
     """One policy against the reference on trials that come in clusters of one size, several to a prompt.
 
-    share: the policy's own, with Wilson's interval. difference: of the shares, policy minus reference, with Newcombe's interval. Both use
-    counts divided by a design effect: the variance of the clusters' means over that of independent trials, at least 1. design_effect: that
-    of the difference.
+    share: the policy's own, with Wilson's interval. difference: of the shares, policy minus reference, with Newcombe's
+    interval. Both use counts divided by a design effect: the variance of the clusters' means over that of independent
+    trials, at least 1. design_effect: that of the difference.
     """
 
     share: Interval
@@ -106,8 +110,8 @@ class Clustered(Pairs):
 
 
 def clustered(reference: Bool[np.ndarray, "clusters trials"], policy: Bool[np.ndarray, "clusters trials"]) -> Clustered:
-    """Compares two policies' successes on the same trials, one row per cluster. ValueError for tables of different shapes, and for fewer
-    than two clusters."""
+    """Compares two policies' successes on the same trials, one row per cluster. ValueError for tables of different
+    shapes, and for fewer than two clusters."""
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 2 or len(first) < 2 or not first.size:
         raise ValueError(f"clustered trials are two tables of one shape, at least two clusters, got {first.shape} and {second.shape}")
@@ -118,7 +122,8 @@ def clustered(reference: Bool[np.ndarray, "clusters trials"], policy: Bool[np.nd
 
 
 def over_windows(figures: Float[np.ndarray, " n"], transform: Callable = float) -> Interval:
-    """The mean of one figure per window and its t interval, both through `transform`. The interval holds for other windows of such text.
+    """The mean of one figure per window and its t interval, both through `transform`. The interval holds for other
+    windows of such text.
 
     ValueError for fewer than two windows.
     """
@@ -131,12 +136,14 @@ def over_windows(figures: Float[np.ndarray, " n"], transform: Callable = float) 
 
 
 def mean_over_blocks(blocks: Float[np.ndarray, " n"]) -> Interval:
-    """A mean over blocks of steps and its bootstrap interval, which holds only for the windows that the blocks come from."""
+    """A mean over blocks of steps and its bootstrap interval, which holds only for the windows that the blocks come
+    from."""
     return _bootstrapped(blocks, lambda values, axis=-1: np.mean(values, axis=axis))
 
 
 def ratio_of_perplexities(reference: Float[np.ndarray, " n"], policy: Float[np.ndarray, " n"]) -> Interval:
-    """exp(mean NLL of the policy - mean NLL of the reference) and its bootstrap interval. Blocks are resampled in pairs. 1: equal."""
+    """exp(mean NLL of the policy - mean NLL of the reference) and its bootstrap interval. Blocks are resampled in
+    pairs. 1: equal."""
     if np.shape(reference) != np.shape(policy):
         raise ValueError(f"paired blocks are two rows of one length, got {np.shape(reference)} and {np.shape(policy)}")
     # The ratio depends only on the differences of the pairs.
@@ -144,7 +151,8 @@ def ratio_of_perplexities(reference: Float[np.ndarray, " n"], policy: Float[np.n
 
 
 def block_means(steps: Float[np.ndarray, "windows steps"], size: int = BLOCK_STEPS) -> Float[np.ndarray, " n"]:
-    """Means over runs of `size` consecutive steps of each window, one window after the other. Steps left over join the last run."""
+    """Means over runs of `size` consecutive steps of each window, one window after the other. Steps left over join the
+    last run."""
     windows, count = steps.shape
     runs = max(1, count // size)
     ends = [*range(size, runs * size, size), count]
@@ -153,8 +161,8 @@ def block_means(steps: Float[np.ndarray, "windows steps"], size: int = BLOCK_STE
 
 
 def _bootstrapped(sample: Float[np.ndarray, " n"], statistic: Callable) -> Interval:
-    """BCa bootstrap interval of a statistic. For a single block, and for blocks that are equal up to rounding, its width is 0, because
-    resampling changes nothing."""
+    """BCa bootstrap interval of a statistic. For a single block, and for blocks that are equal up to rounding, its
+    width is 0, because resampling changes nothing."""
     sample = np.asarray(sample, np.float64)
     if sample.ndim != 1 or not sample.size:
         raise ValueError(f"a bootstrap needs a row of at least one block, got shape {sample.shape}")
@@ -170,15 +178,18 @@ def _counted(first: np.ndarray, second: np.ndarray) -> list[int]:
 
 
 def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
-    """Variance of the clusters' means, divided by what it would be if trials of a cluster were independent; at least 1."""
+    """Variance of the clusters' means, divided by what it would be if trials of a cluster were independent; at least
+    1."""
     independent = float(values.var()) / values.shape[1]
     return max(1.0, float(values.mean(axis=1).var(ddof=1)) / independent) if independent else 1.0
 
 
 def _newcombe(both: float, lost: float, gained: float, neither: float) -> Interval:
-    """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine 17:2635, method 10).
+    """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine
+    17:2635, method 10).
 
-    Computed here, because scipy has no interval for this difference. Without discordant pairs a bootstrap interval would have no width.
+    Computed here, because scipy has no interval for this difference. Without discordant pairs a bootstrap interval
+    would have no width.
     """
     total = both + lost + gained + neither
     reference, policy = proportion(both + lost, total), proportion(both + gained, total)

@@ -3,14 +3,17 @@
     needle         one fact, one question (`kvjax.evaluation.needle`)
     multi-needle   one key with several values: all of them are asked for at once (RULER: multi-value)
     multi-query    several keys with a value each, asked for one after the other (RULER: multi-query)
-    tracking       a chain of assignments `VAR b = VAR a`: every name that holds the value is asked for (RULER: variable tracking)
-    wordings       one fact, one question, in many wordings; the answer is a number or a word (`kvjax.evaluation.wordings`)
+    tracking       a chain of assignments `VAR b = VAR a`: every name that holds the value is asked for (RULER: variable
+                   tracking)
+    wordings       one fact, one question, in many wordings; the answer is a number or a word
+                   (`kvjax.evaluation.wordings`)
     passage        a passage of the text is begun again, and the model goes on (`kvjax.evaluation.passages`)
     repeat         a passage of the text is fed again, and each of its tokens is to be predicted
 
-Haystacks, from easy to hard: `loop` is one paragraph repeated. `prose` is a running text. `codes` is that text with facts of the same form
-under other keys. `near-miss` is the same, but each of these keys shares a word with the target's key, and each value differs from its value
-in one digit; beyond 9 facts for each digit, in two. Works with any tokenizer. Uses only numpy and strings.
+Haystacks, from easy to hard: `loop` is one paragraph repeated. `prose` is a running text. `codes` is that text with
+facts of the same form under other keys. `near-miss` is the same, but each of these keys shares a word with the target's
+key, and each value differs from its value in one digit; beyond 9 facts for each digit, in two. Works with any
+tokenizer. Uses only numpy and strings.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ TRACKING_QUESTION = (
 class ManyTrial:
     """One haystack with several things to find.
 
-    turns: for each turn, token ids to feed, and how many to decode after them. expected: for each turn, the strings that its text must
-    contain, in any order. depth: the place of the first fact, from 0 (first) to 1 (last).
+    turns: for each turn, token ids to feed, and how many to decode after them. expected: for each turn, the strings
+    that its text must contain, in any order. depth: the place of the first fact, from 0 (first) to 1 (last).
     """
 
     haystack_ids: list[int]
@@ -83,10 +86,12 @@ def make_trials(
     distractors: int = 16,
     prefix_ids: tuple[int, ...] = (),
 ) -> list[Trial] | list[ManyTrial] | list[PassageTrial]:
-    """`count` trials of `length` tokens, the last answer not counted. Depths are evenly spread over [0, 1], the rest is drawn from `seed`.
+    """`count` trials of `length` tokens, the last answer not counted. Depths are evenly spread over [0, 1], the rest is
+    drawn from `seed`.
 
-    text_ids: int[...], the running text. words: for keys and names. distractors: additional facts, in the haystacks `codes` and
-    `near-miss`. ValueError for a task or haystack that is not in TASKS or HAYSTACKS, and as in `NeedleTask`.
+    text_ids: int[...], the running text. words: for keys and names. distractors: additional facts, in the haystacks
+    `codes` and `near-miss`. ValueError for a task or haystack that is not in TASKS or HAYSTACKS, and as in
+    `NeedleTask`.
     """
     for kind, value, known in (("task", task, TASKS), ("haystack", haystack, HAYSTACKS)):
         if value not in known:
@@ -110,8 +115,8 @@ def make_trials(
 
 
 def answers_of(task: str) -> int:
-    """How many answers a task's trial has at most. Room for each is reserved at the end of the context; a repeated passage takes that of
-    two."""
+    """How many answers a task's trial has at most. Room for each is reserved at the end of the context; a repeated
+    passage takes that of two."""
     return PIECES if task in ("multi-query", "multi-needle", "tracking") else 2 if task == "repeat" else 1
 
 
@@ -126,7 +131,8 @@ def _multi_needle(task: NeedleTask, length: int, rng: np.random.Generator, depth
 
 
 def _multi_query(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
-    """PIECES keys of one template, asked for in the order in which they are drawn. The model's answers stay in the context."""
+    """PIECES keys of one template, asked for in the order in which they are drawn. The model's answers stay in the
+    context."""
     form = task.templates[int(rng.integers(len(task.templates)))]
     wider = _more(task, PIECES - 1)
     keys, values = wider.keys(rng), wider.values(rng)
@@ -136,7 +142,8 @@ def _multi_query(task: NeedleTask, length: int, rng: np.random.Generator, depth:
 
 
 def _tracking(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
-    """A chain of PIECES names, each assigned from the one before. Distractors are other chains; the last of these may be cut short."""
+    """A chain of PIECES names, each assigned from the one before. Distractors are other chains; the last of these may
+    be cut short."""
     count = PIECES * (1 + -(-task.distractors // PIECES))
     names = [word.upper() for word in rng.permutation(task.words)[:count]]
     if len(names) < count:
@@ -169,10 +176,12 @@ def _planted(
     *,
     in_order: bool = False,
 ) -> ManyTrial:
-    """A trial whose first `targets` facts are spread evenly from `depth` on. Past the end they go on at the beginning; if they must stay in
-    order, they are spread up to the end. The other facts have random places. turns: question, and an answer as long as the right one."""
+    """A trial whose first `targets` facts are spread evenly from `depth` on. Past the end they go on at the beginning;
+    if they must stay in order, they are spread up to the end. The other facts have random places. turns: question, and
+    an answer as long as the right one."""
     pieces = [encode(task.tokenizer, fact) for fact in facts]
-    # A model may list things in other words, so a single answer may have half as many tokens more than the shortest right one.
+    # A model may list things in other words, so a single answer may have half as many tokens more than the shortest
+    # right one.
     room = [len(encode(task.tokenizer, answer)) for _, answer in turns]
     scripted = tuple(
         (encode(task.tokenizer, question), size if len(turns) > 1 else size * 3 // 2)

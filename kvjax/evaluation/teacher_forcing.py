@@ -1,7 +1,7 @@
 """Teacher forcing: after one prefill, the same true text is fed through the engine under dense and under every policy.
 
-All policies take each step together. So a step's logits are compared on the device and then dropped: of the `[windows, V]` logits of a
-policy, four figures per window are kept (after "Attention Pays Its Bill", sections 4 and 8.2).
+All policies take each step together. So a step's logits are compared on the device and then dropped: of the `[windows,
+V]` logits of a policy, four figures per window are kept (after "Attention Pays Its Bill", sections 4 and 8.2).
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from kvjax.evaluation.retrieval import Arm, forked, speak
 from kvjax.policies.decode import DecodePolicy, Dense
 
 SYNC_STEPS = 16
-"""Steps that the host may run ahead of the device. Each of these steps holds the logits of every policy until it is done."""
+"""Steps that the host may run ahead of the device. Each of these steps holds the logits of every policy until it is
+done."""
 
 ALONE = "dense again"
-"""Name of the noise floor: dense again, each row decoded alone, or few rows together, the last first, compared with dense in the batch."""
+"""Name of the noise floor: dense again, each row decoded alone, or few rows together, the last first, compared with
+dense in the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
     """One policy compared with dense at every step; float arrays `[windows, steps]`.
 
-    agrees: 1.0 where both have the same most likely token, else 0.0. kl: KL(dense || policy), in nats. tv: total variation distance. nll:
-    the policy's negative log-likelihood of the true next token, in nats.
+    agrees: 1.0 where both have the same most likely token, else 0.0. kl: KL(dense || policy), in nats. tv: total
+    variation distance. nll: the policy's negative log-likelihood of the true next token, in nats.
     """
 
     agrees: np.ndarray
@@ -44,10 +46,11 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Forced:
-    """One forced run. margin: dense's largest logit minus its second largest. nll: dense's negative log-likelihood of the true next token,
-    in nats. Both are float32 `[windows, steps]`.
+    """One forced run. margin: dense's largest logit minus its second largest. nll: dense's negative log-likelihood of
+    the true next token, in nats. Both are float32 `[windows, steps]`.
 
-    beside: by the policy's name, ALONE last. keys: keys that one KV head of one layer read per step, on average, by name, with "dense".
+    beside: by the policy's name, ALONE last. keys: keys that one KV head of one layer read per step, on average, by
+    name, with "dense".
     """
 
     margin: np.ndarray
@@ -57,7 +60,8 @@ class Forced:
 
 
 def text_windows(text_ids: Int[np.ndarray, " n"], length: int, count: int, prefix_ids: Sequence[int] = ()) -> list[list[int]]:
-    """`count` disjoint pieces of a text, evenly spread over it. Each has `length` tokens in all and begins with `prefix_ids`.
+    """`count` disjoint pieces of a text, evenly spread over it. Each has `length` tokens in all and begins with
+    `prefix_ids`.
 
     ValueError if the text is too short for that.
     """
@@ -81,13 +85,15 @@ def force(
     again: int = 1,
     on_step: Callable[[], None] | None = None,
 ) -> Forced:
-    """Feed each sequence's continuation under dense, under every policy, and under dense again, with `again` rows together.
+    """Feed each sequence's continuation under dense, under every policy, and under dense again, with `again` rows
+    together.
 
-    sequences: prefilled; the caller frees them, and forks of them are decoded. continuations: one per sequence, all of one length n + 1.
-    Tokens 0 to n-1 are fed, and tokens 1 to n are the true next tokens of the n steps. policies: by their names in the result; an `Arm`
-    decodes sequences of its own engine, prefilled with the same prompts. on_step: called after every step. Device memory besides the cache:
-    logits of SYNC_STEPS steps. ValueError for continuations of different lengths, or not one per sequence; OutOfPages if the pool does not
-    hold (policies + 2) forks of each sequence; NotFinite if the model gives NaN.
+    sequences: prefilled; the caller frees them, and forks of them are decoded. continuations: one per sequence, all of
+    one length n + 1. Tokens 0 to n-1 are fed, and tokens 1 to n are the true next tokens of the n steps. policies: by
+    their names in the result; an `Arm` decodes sequences of its own engine, prefilled with the same prompts. on_step:
+    called after every step. Device memory besides the cache: logits of SYNC_STEPS steps. ValueError for continuations
+    of different lengths, or not one per sequence; OutOfPages if the pool does not hold (policies + 2) forks of each
+    sequence; NotFinite if the model gives NaN.
     """
     text = np.asarray(continuations, np.int32) if len({len(each) for each in continuations}) == 1 else np.empty((0, 0), np.int32)
     if text.shape[0] != len(sequences) or text.shape[1] < 2:
@@ -132,10 +138,11 @@ def exact_prefixes(
     *,
     again: int = 1,
 ) -> dict[str, list[int]]:
-    """How many greedy tokens of each policy equal dense's before the first that differs, at most `count`; one number per sequence.
+    """How many greedy tokens of each policy equal dense's before the first that differs, at most `count`; one number
+    per sequence.
 
-    tokens: the token that is fed first, of each sequence. policies, again: as in `force`. Rounding may flip two tokens that are nearly
-    equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
+    tokens: the token that is fed first, of each sequence. policies, again: as in `force`. Rounding may flip two tokens
+    that are nearly equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
     """
     scripts = [(([token], count),) for token in tokens]
 
@@ -180,7 +187,8 @@ def _beside(reference: Float[Array, "n V"], logits: Float[Array, "n V"], true: I
 def divergence(log_p: Float[Array, "n V"], log_q: Float[Array, "n V"]) -> Float[Array, " n"]:
     """KL(p || q) of each row, in nats, from log-probabilities."""
     p, q, difference = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
-    # Each term is p times a number >= 0. The plain sum of p log(p/q) would be lost in rounding where p and q nearly agree.
+    # Each term is p times a number >= 0. The plain sum of p log(p/q) would be lost in rounding where p and q nearly
+    # agree.
     terms = jnp.where(jnp.abs(difference) < 0.5, p * (jnp.expm1(difference) - difference), q - p - p * difference)
     return terms.sum(-1)
 

@@ -1,7 +1,7 @@
 """Facts in many wordings, and questions for them, for models that nobody trained to find facts of one form.
 
-Questions begin the fact again, some after a few words of their own, because small models that go on with a text cannot do more. Answers are
-numbers or words.
+Questions begin the fact again, some after a few words of their own, because small models that go on with a text cannot
+do more. Answers are numbers or words.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What engines and models agree on: the configuration, the pure decoder functions, and a model with its weights.
 
-Dimension letters follow the design: B batch, T query tokens, H query heads, K KV heads, D head dim, E model width, V vocabulary.
+Dimension letters follow the design: B batch, T query tokens, H query heads, K KV heads, D head dim, E model width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class ModelConfig:
     Args:
         family: its name in `kvjax.models.families`.
         vocab_size, hidden_size: V and E.
-        layers: from the first on. They alone say how many layers there are, and of which kinds. A layer may read the keys and values of an
-            earlier one (`AttentionLayer.share_with`) that has its own, with the same window, KV heads and head dim.
+        layers: from the first on. They alone say how many layers there are, and of which kinds. A layer may read the
+            keys and values of an earlier one (`AttentionLayer.share_with`) that has its own, with the same window, KV
+            heads and head dim.
         norm_eps: epsilon of every norm.
-        norm_offset: added to the weight of every RMSNorm outside Gated DeltaNet layers; 1 where checkpoints store the weight minus one.
-        centered_norms: whether norms subtract the mean first: LayerNorm without a bias in place of RMSNorm, outside Gated DeltaNet and
-            latent-attention layers.
+        norm_offset: added to the weight of every RMSNorm outside Gated DeltaNet layers; 1 where checkpoints store the
+            weight minus one.
+        centered_norms: whether norms subtract the mean first: LayerNorm without a bias in place of RMSNorm, outside
+            Gated DeltaNet and latent-attention layers.
         logits_softcap: cap of the model's logits, which become cap * tanh(logit / cap); None: there is none.
         embed_scale: factor of embeddings, rounded to compute_dtype first; None: no factor.
         residual_scale: factor of what each half of a layer adds; None: no factor.
@@ -40,8 +43,8 @@ class ModelConfig:
         max_positions: the longest sequence, in tokens.
         compute_dtype: of activations, weights and cache, by name.
         eos_token_ids, bos_token_id: ids that end and start a text.
-        owners: of a slice of a model's layers (`of_layers`), the mixers of the layers before it that it shares with; they are its layers
-            -len(owners) to -1.
+        owners: of a slice of a model's layers (`of_layers`), the mixers of the layers before it that it shares with;
+            they are its layers -len(owners) to -1.
     """
 
     family: str
@@ -96,7 +99,8 @@ class ModelConfig:
         return tuple(rope.scaling for rope in ropes if rope.scaling is not None)
 
     def for_longer(self, tokens: int) -> str:
-        """The end of an error message that says how to run a sequence of `tokens` tokens, above `max_positions`; "" if nothing helps."""
+        """The end of an error message that says how to run a sequence of `tokens` tokens, above `max_positions`; "" if
+        nothing helps."""
         return next((scaling.for_longer(tokens) for scaling in self._scalings() if isinstance(scaling, LongRope)), "")
 
     @property
@@ -115,8 +119,8 @@ class ModelConfig:
         return len(self.layers)
 
     def cache_spec(self, page_size: int, cache_format: CacheFormat | None = None) -> CacheSpec:
-        """This model's cache, in pages of `page_size` tokens. Layers with the same window are one layer group, and so are recurrent
-        layers. cache_format: how sealed pages are packed; raises as `CacheFormat.packed` does."""
+        """This model's cache, in pages of `page_size` tokens. Layers with the same window are one layer group, and so
+        are recurrent layers. cache_format: how sealed pages are packed; raises as `CacheFormat.packed` does."""
         windows = {_group_name(layer.mixer): layer.mixer.window for layer in self.layers}
         groups = tuple(GroupSpec(name, WHOLE if name == RECURRENT else page_size, window) for name, window in windows.items())
         layers, owners = (
@@ -132,7 +136,8 @@ class ModelConfig:
         return tuple(sorted(owner for owner in named if owner < first))
 
     def of_layers(self, first: int, last: int) -> ModelConfig:
-        """Layers [first, last) alone, which are layers 0, 1, ..., and the `owners` that they share with: equal for equal layers."""
+        """Layers [first, last) alone, which are layers 0, 1, ..., and the `owners` that they share with: equal for
+        equal layers."""
         before = self.owners_before(first, last)
         numbers = {owner: number for number, owner in enumerate(before, -len(before))}
         numbers |= {number: number - first for number in range(first, last)}
@@ -145,7 +150,8 @@ class ModelConfig:
         return dataclasses.replace(self, layers=tuple(layers), owners=owners)
 
     def on_shards(self, tensor: int) -> ModelConfig:
-        """The model as each of `tensor` devices has it, but for the vocabulary. ValueError if heads or MLP columns do not divide."""
+        """The model as each of `tensor` devices has it, but for the vocabulary. ValueError if heads or MLP columns do
+        not divide."""
         owners = tuple(mixer.on_shards(tensor) for mixer in self.owners)
         return dataclasses.replace(self, layers=tuple(layer.on_shards(tensor) for layer in self.layers), owners=owners)
 
@@ -190,10 +196,11 @@ def uniform_config(
     eos_token_ids: tuple[int, ...] = (),
     bos_token_id: int | None = None,
 ) -> ModelConfig:
-    """A model whose layers differ only in their windows: grouped-query attention, RoPE on whole heads, a gated SiLU MLP.
+    """A model whose layers differ only in their windows: grouped-query attention, RoPE on whole heads, a gated SiLU
+    MLP.
 
-    The arguments are those of `ModelConfig`, `AttentionLayer`, `Mlp` and `Rope`, and they raise the same errors. Logits are scaled by
-    head_dim ** -0.5. windows: one per layer, or () if no layer has a window.
+    The arguments are those of `ModelConfig`, `AttentionLayer`, `Mlp` and `Rope`, and they raise the same errors. Logits
+    are scaled by head_dim ** -0.5. windows: one per layer, or () if no layer has a window.
     """
     if num_layers <= 0:
         raise ValueError(f"num_layers must be positive, got {num_layers}")

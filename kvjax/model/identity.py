@@ -30,12 +30,13 @@ _digests: dict[int, tuple[weakref.ref[Array], tuple[tuple[int, ...], bytes]]] = 
 
 
 def fingerprint(model: Model) -> str:
-    """Identifies the model that made a file: "sha256-" and the first 32 hex digits of a SHA-256 over configuration and weights.
+    """Identifies the model that made a file: "sha256-" and the first 32 hex digits of a SHA-256 over configuration and
+    weights.
 
-    Every tensor counts with its path, shape, dtype and bytes, and packed matrices with their formats, so the result is the same on every
-    device. The weights are copied to the host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures
-    how fast. An array's digest is kept while the array lives, so asking again for a loaded model is free. Where a mesh has devices of
-    several processes, each of them must ask.
+    Every tensor counts with its path, shape, dtype and bytes, and packed matrices with their formats, so the result is
+    the same on every device. The weights are copied to the host one tensor at a time and hashed by one thread per core;
+    `tools/time_fingerprint.py` measures how fast. An array's digest is kept while the array lives, so asking again for
+    a loaded model is free. Where a mesh has devices of several processes, each of them must ask.
     """
     digest, wholes = hashlib.sha256(_text(model.config).encode()), jax.tree.leaves(whole_params(model))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -52,9 +53,9 @@ def fingerprint(model: Model) -> str:
 def _text(config: ModelConfig) -> str:
     """A description of the configuration that never changes, because the fingerprint hashes it.
 
-    The first version's configuration had one set of fields for all layers, and its repr was hashed. Evidence, bills and saved sequences
-    name models by that hash, so a model with such fields keeps exactly that text. Biases of o and of the MLP came later, and count as
-    weights. compute_dtype is left out, because each weight counts with its dtype.
+    The first version's configuration had one set of fields for all layers, and its repr was hashed. Evidence, bills and
+    saved sequences name models by that hash, so a model with such fields keeps exactly that text. Biases of o and of
+    the MLP came later, and count as weights. compute_dtype is left out, because each weight counts with its dtype.
     """
     fields = uniform_fields(config)
     if fields is None:
@@ -97,7 +98,8 @@ def check_fingerprint(mark: object, where: str, remedy: str) -> None:
 
 
 def _content(leaf: Array, whole: Callable[[], Array | np.ndarray], pool: ThreadPoolExecutor) -> tuple[tuple[int, ...], bytes]:
-    """The shape of a parameter, and the digest of its bytes in row-major order: the SHA-256 of the SHA-256 of each chunk.
+    """The shape of a parameter, and the digest of its bytes in row-major order: the SHA-256 of the SHA-256 of each
+    chunk.
 
     whole: finds the parameter as it is on one device.
     """
@@ -108,7 +110,8 @@ def _content(leaf: Array, whole: Callable[[], Array | np.ndarray], pool: ThreadP
     digest = array.shape, _sha256(b"".join(pool.map(_sha256, _chunks(array))))
     if isinstance(leaf, np.ndarray):  # a numpy array may change in place, so its digest is not kept
         return digest
-    # Those of dead arrays go here, not in a callback of their weak references: Python prints an interrupt that arrives in one, and goes on.
+    # Those of dead arrays go here, not in a callback of their weak references: Python prints an interrupt that arrives
+    # in one, and goes on.
     for key in [key for key, (array, _) in list(_digests.items()) if array() is None]:
         _digests.pop(key, None)
     _digests[id(leaf)] = weakref.ref(leaf), digest
@@ -117,7 +120,8 @@ def _content(leaf: Array, whole: Callable[[], Array | np.ndarray], pool: ThreadP
 
 def _chunks(leaf: Array) -> list[np.ndarray]:
     """An array's bytes on the host, in pieces."""
-    # An array keeps the host copy that it once made (none on a CPU). So a copy of the array is read: the host copy goes away with it.
+    # An array keeps the host copy that it once made (none on a CPU). So a copy of the array is read: the host copy goes
+    # away with it.
     on_host = isinstance(leaf, np.ndarray) or all(device.platform == "cpu" for device in leaf.devices())
     host = np.ascontiguousarray(leaf if on_host else leaf.copy())
     data = host.reshape(-1).view(np.uint8)

@@ -1,7 +1,7 @@
 """What a model's layers are: how each mixes tokens, its MLP, and the norms around them. Static and hashable.
 
-A mixer is one of the dataclasses in `Mixer`. Each says what parameters it has (`shapes`), how a mesh cuts them (`cuts`), what it keeps
-per token (`cache_spec`), and which latest tokens it reads (`window`).
+A mixer is one of the dataclasses in `Mixer`. Each says what parameters it has (`shapes`), how a mesh cuts them
+(`cuts`), what it keeps per token (`cache_spec`), and which latest tokens it reads (`window`).
 
 Dimension letters: H query heads, K KV heads, D head dim, E model width, F MLP width.
 """
@@ -25,12 +25,14 @@ Shapes = dict[str, tuple[int, ...]]
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained length.
 
-    kind "linear": every frequency divided by `factor`. kind "llama3": low frequencies divided by `factor`, with a smooth band between
-    `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between
-    `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`. kind "longrope": `LongRope`.
+    kind "linear": every frequency divided by `factor`. kind "llama3": low frequencies divided by `factor`, with a
+    smooth band between `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind
+    "yarn": NTK-by-parts between `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by
+    `attention_factor`. kind "longrope": `LongRope`.
 
-    kind "dynamic": plain frequencies up to `original_max_positions` tokens. kvjax runs such a model only up to that length. Beyond it,
-    transformers stretches all frequencies with every new token, but keys in a cache keep their older rotation.
+    kind "dynamic": plain frequencies up to `original_max_positions` tokens. kvjax runs such a model only up to that
+    length. Beyond it, transformers stretches all frequencies with every new token, but keys in a cache keep their older
+    rotation.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -53,11 +55,11 @@ class RopeScaling:
 class LongRope(RopeScaling):
     """LongRoPE (arXiv 2402.13753), kind "longrope": each pair has its own wavelength factor, found by a search.
 
-    short_factors, long_factors: one per rotated pair. long: whether the long ones are used. All sequences use the same factors, because
-    keys stay in the cache as they were rotated. transformers uses the short ones for sequences of up to `original_max_positions` tokens and
-    the long ones for longer sequences. So the short ones give its results, up to that length; the long ones give its results for longer
-    sequences only. Cos and sin are multiplied by `attention_factor` in both cases. max_positions: the longest sequence according to the
-    checkpoint.
+    short_factors, long_factors: one per rotated pair. long: whether the long ones are used. All sequences use the same
+    factors, because keys stay in the cache as they were rotated. transformers uses the short ones for sequences of up
+    to `original_max_positions` tokens and the long ones for longer sequences. So the short ones give its results, up to
+    that length; the long ones give its results for longer sequences only. Cos and sin are multiplied by
+    `attention_factor` in both cases. max_positions: the longest sequence according to the checkpoint.
     """
 
     short_factors: tuple[float, ...]
@@ -71,7 +73,8 @@ class LongRope(RopeScaling):
         return self.max_positions if self.long else min(self.original_max_positions, self.max_positions)
 
     def for_longer(self, tokens: int) -> str:
-        """The end of an error message that says how to run a sequence of so many tokens, above `most_positions`; "" if nothing helps."""
+        """The end of an error message that says how to run a sequence of so many tokens, above `most_positions`; "" if
+        nothing helps."""
         if self.long or not self.original_max_positions < tokens <= self.max_positions:
             return ""
         return f": load it with max_positions={self.max_positions}, which rotates every sequence by longrope's long factors"
@@ -79,8 +82,8 @@ class LongRope(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on; 0 in a
-    layer without positions (`NO_ROPE`)."""
+    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the
+    first on; 0 in a layer without positions (`NO_ROPE`)."""
 
     theta: float
     dim: int
@@ -117,10 +120,12 @@ class AttentionLayer:
         qk_norm: whether each head of q and k goes through a norm, before RoPE.
         qk_norm_by_head: whether these norms have weights for each head, not one set for all.
         joint_norm: whether that norm is instead one over all heads of q together, and one over those of k.
-        gate: whether q's projection also gives, after each head's query, a gate for that head's output: out * sigmoid(gate).
-        share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None: its own.
-            `ModelConfig` says which layers are possible.
-        copies: of the part of a layer that one device of a mesh has, how many devices have the same KV heads (`on_shards`).
+        gate: whether q's projection also gives, after each head's query, a gate for that head's output: out *
+            sigmoid(gate).
+        share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None:
+            its own. `ModelConfig` says which layers are possible.
+        copies: of the part of a layer that one device of a mesh has, how many devices have the same KV heads
+            (`on_shards`).
     """
 
     num_heads: int
@@ -175,9 +180,9 @@ class AttentionLayer:
         return {name: shape for name, shape in found.items() if name not in unread}
 
     def cuts(self, tensor: int) -> dict[str, Cut]:
-        """How parameters are cut over `tensor` devices. A device has whole KV heads, and all query heads of their groups; the output
-        projection takes an equal share of the heads on each. Parameters that are not named are whole everywhere. ValueError if heads do not
-        divide."""
+        """How parameters are cut over `tensor` devices. A device has whole KV heads, and all query heads of their
+        groups; the output projection takes an equal share of the heads on each. Parameters that are not named are whole
+        everywhere. ValueError if heads do not divide."""
         kv, out, group = self._kv_heads(tensor), even("query heads", self.num_heads, tensor), self.num_heads // self.num_kv_heads
         heads = [[head for number in own for head in range(number * group, (number + 1) * group)] for own in kv]
         q = cut(("heads", None), (heads, self.head_dim * (1 + self.gate)))
@@ -215,7 +220,8 @@ class AttentionLayer:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaLayer:
-    """Gated DeltaNet: a short convolution over time, the gated delta rule (`pallas_kernels.gated_delta`), and a gated norm per head.
+    """Gated DeltaNet: a short convolution over time, the gated delta rule (`pallas_kernels.gated_delta`), and a gated
+    norm per head.
 
     Args:
         key_heads, value_heads, key_dim, value_dim: K, H, Dk and Dv; K divides H.
@@ -244,8 +250,9 @@ class DeltaLayer:
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: matrices stored [out, in].
 
-        qkv: the projection whose output goes into the convolution. z: gate of the output. a, b: decay and rate of the value heads.
-        decay_log: log of the decay's factor. dt_bias: added to a. delta_norm: norm of a value head, without an offset.
+        qkv: the projection whose output goes into the convolution. z: gate of the output. a, b: decay and rate of the
+        value heads. decay_log: log of the decay's factor. dt_bias: added to a. delta_norm: norm of a value head,
+        without an offset.
         """
         keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
         channels = 2 * keys + values
@@ -254,8 +261,8 @@ class DeltaLayer:
         return found | {"o": (hidden_size, values)}
 
     def cuts(self, tensor: int) -> dict[str, Cut]:
-        """How parameters are cut over `tensor` devices: by key heads, with their value heads. Others are whole on every device. ValueError
-        if heads do not divide."""
+        """How parameters are cut over `tensor` devices: by key heads, with their value heads. Others are whole on every
+        device. ValueError if heads do not divide."""
         keys = even("key heads of a recurrent layer", self.key_heads, tensor)
         values = even("value heads of a recurrent layer", self.value_heads, tensor)
         sections = (keys, self.key_dim), (keys, self.key_dim), (values, self.value_dim)
@@ -273,7 +280,8 @@ class DeltaLayer:
         return f"{self.key_heads} key heads, {self.value_heads} value heads"
 
     def cache_spec(self, group: str, page_size: int, dtype: str) -> RecurrentSpec:
-        """A row of state, and the inputs of the latest page of `page_size` tokens. dtype: that of the convolution's inputs, by name."""
+        """A row of state, and the inputs of the latest page of `page_size` tokens. dtype: that of the convolution's
+        inputs, by name."""
         sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
         return RecurrentSpec(group, *sizes, page_size, dtype, self.chunk)
 
@@ -282,8 +290,8 @@ class DeltaLayer:
 class LatentLayer:
     """Multi-head latent attention with a lightning indexer (`pallas_kernels.indexer_scores`), as DeepSeek-V3.2 has it.
 
-    The cache keeps three things per token: one latent, from which each head's key and value are linear maps; a rotated key that all heads
-    share; and the indexer's key.
+    The cache keeps three things per token: one latent, from which each head's key and value are linear maps; a rotated
+    key that all heads share; and the indexer's key.
 
     Args:
         num_heads: H.
@@ -321,8 +329,8 @@ class LatentLayer:
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: matrices stored [out, in].
 
-        q_a, q_norm, q_b: queries through their latent. kv_a, kv_norm: the row that the cache keeps. kv_b: each head's key map, then its
-        value map. index_q, index_k, index_norm, index_norm_bias, index_weights: the indexer's.
+        q_a, q_norm, q_b: queries through their latent. kv_a, kv_norm: the row that the cache keeps. kv_b: each head's
+        key map, then its value map. index_q, index_k, index_norm, index_norm_bias, index_weights: the indexer's.
         """
         heads, query, index = self.num_heads, self.nope_dim + self.rope.dim, self.index_heads * self.index_dim
         found: Shapes = {"q_a": (self.query_rank, hidden_size), "q_norm": (self.query_rank,), "q_b": (heads * query, self.query_rank)}
@@ -332,8 +340,8 @@ class LatentLayer:
         return found | {"index_norm_bias": (self.index_dim,), "index_weights": (self.index_heads, hidden_size)}
 
     def cuts(self, tensor: int) -> dict[str, Cut]:
-        """How parameters are cut over `tensor` devices: what each head has for itself. Latents and the indexer are whole on every device.
-        ValueError if heads do not divide."""
+        """How parameters are cut over `tensor` devices: what each head has for itself. Latents and the indexer are
+        whole on every device. ValueError if heads do not divide."""
         heads, query = even("heads", self.num_heads, tensor), self.nope_dim + self.rope.dim
         found = {"q_b": cut(("heads", None), (heads, query)), "kv_b": cut(("heads", None), (heads, self.nope_dim + self.value_dim))}
         return found | {"o": cut((None, "out_heads"), (heads, self.value_dim))}
@@ -394,9 +402,9 @@ def _with_biases(cuts: dict[str, Cut]) -> dict[str, Cut]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: whether the outputs of mixer and MLP are normalised before they are
-    added. pre_norms: whether their inputs are. parallel: whether the MLP reads the same normalised input as attention, with one norm:
-    x + mixer(norm(x)) + mlp(norm(x))."""
+    """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: whether the outputs of mixer and MLP are
+    normalised before they are added. pre_norms: whether their inputs are. parallel: whether the MLP reads the same
+    normalised input as attention, with one norm: x + mixer(norm(x)) + mlp(norm(x))."""
 
     mixer: Mixer
     mlp: Mlp

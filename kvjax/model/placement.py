@@ -1,5 +1,5 @@
-"""Parameters on the devices of a mesh, each with its part, and whole again. Which matrix is cut along which axis: `cuts` of each kind of
-layer in `kvjax.model.layers`."""
+"""Parameters on the devices of a mesh, each with its part, and whole again. Which matrix is cut along which axis:
+`cuts` of each kind of layer in `kvjax.model.layers`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def place_model(model: Model, mesh: Mesh) -> Model:
-    """The model with its parameters on the devices of a mesh (`place_params`). Logs how many devices hold a KV head, if more than one."""
+    """The model with its parameters on the devices of a mesh (`place_params`). Logs how many devices hold a KV head, if
+    more than one."""
     shards = Shards(mesh)
     for count in sorted({mixer.num_kv_heads for mixer in model.config.attention if mixer.num_kv_heads < shards.tensor}):
         logger.info("%d KV heads on tensor=%d devices: each on %d of them", count, shards.tensor, shards.tensor // count)
@@ -33,9 +34,10 @@ def place_model(model: Model, mesh: Mesh) -> Model:
 
 
 def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
-    """The parameters, each device of the mesh with its part. Copies one tensor at a time through host memory; those that are placed already
-    stay. Between meshes of the same sizes, and to a mesh of one device, tensors go from device to device. ValueError for a decoder that
-    cannot be split, whose heads do not divide, or that is on a mesh of other sizes."""
+    """The parameters, each device of the mesh with its part. Copies one tensor at a time through host memory; those
+    that are placed already stay. Between meshes of the same sizes, and to a mesh of one device, tensors go from device
+    to device. ValueError for a decoder that cannot be split, whose heads do not divide, or that is on a mesh of other
+    sizes."""
     if not hasattr(decoder, "cuts"):
         raise ValueError(
             f"{type(decoder).__name__} cannot be split over a mesh: it needs cuts and on_shards of kvjax.model.protocols.Decoder"
@@ -44,7 +46,8 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
 
 
 def place_tree(how: Any, params: Any, shards: Shards) -> Any:
-    """`place_param` of every array of a tree, with its cut in its place in `how`. A packed matrix may have None for its zeros."""
+    """`place_param` of every array of a tree, with its cut in its place in `how`. A packed matrix may have None for its
+    zeros."""
     return jax.tree.map(lambda each, leaf: leaf if leaf is None else place_param(each, leaf, shards), how, params, is_leaf=is_cut)
 
 

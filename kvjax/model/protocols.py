@@ -19,16 +19,18 @@ Params = Any
 
 
 Matrix = Float[Array, "F E"] | PackedMatrix
-"""A matrix of a layer, the embedding or the head, stored [features, inputs]: in the model's compute_dtype, or in codes with scales."""
+"""A matrix of a layer, the embedding or the head, stored [features, inputs]: in the model's compute_dtype, or in codes
+with scales."""
 
 
 @flax.struct.dataclass
 class Heads:
     """Input of an attention layer: queries, keys and values, normalised and rotated.
 
-    sm_scale: scale of logits. window: how many latest tokens a query sees, its own included; None: all before it. share_with: the number
-    of the layer that keys and values belong to; None: the layer itself. If the decoder does not have that layer, as in a slice of a model's
-    layers, k and v are None. rope: how q and k were rotated; None: a policy cannot turn q to other positions.
+    sm_scale: scale of logits. window: how many latest tokens a query sees, its own included; None: all before it.
+    share_with: the number of the layer that keys and values belong to; None: the layer itself. If the decoder does not
+    have that layer, as in a slice of a model's layers, k and v are None. rope: how q and k were rotated; None: a policy
+    cannot turn q to other positions.
     """
 
     q: Float[Array, "B T H D"]
@@ -42,10 +44,11 @@ class Heads:
 
 @flax.struct.dataclass
 class Recurrence:
-    """Input of a Gated DeltaNet layer (`pallas_kernels.gated_delta`): queries, keys and values before their convolution over time.
+    """Input of a Gated DeltaNet layer (`pallas_kernels.gated_delta`): queries, keys and values before their convolution
+    over time.
 
-    x: for each token K queries and K keys of key_dim elements, then H values of value_dim. weight: W taps of the convolution. g: log of the
-    decay. beta: how much of the correction is written. scale: factor of the queries.
+    x: for each token K queries and K keys of key_dim elements, then H values of value_dim. weight: W taps of the
+    convolution. g: log of the decay. beta: how much of the correction is written. scale: factor of the queries.
     """
 
     x: Float[Array, "B T E"]
@@ -79,9 +82,11 @@ class Recurrence:
 
 @flax.struct.dataclass
 class Indexer:
-    """Output of a lightning indexer: queries, the weights of its heads, and the key that the cache keeps for each token.
+    """Output of a lightning indexer: queries, the weights of its heads, and the key that the cache keeps for each
+    token.
 
-    `pallas_kernels.indexer_scores` scores every token by them. topk: how many tokens a query of the model reads: those that score best.
+    `pallas_kernels.indexer_scores` scores every token by them. topk: how many tokens a query of the model reads: those
+    that score best.
     """
 
     q: Float[Array, "B T HI DI"]
@@ -94,8 +99,8 @@ class Indexer:
 class Latents:
     """Input of a latent-attention layer: queries in the space of the cached rows, and the row of each token.
 
-    row: a latent of C = value_dim elements, then a rotated key; all heads read it. The output is weighted sums of latents, `[B, T, H, C]`.
-    sm_scale: factor of logits.
+    row: a latent of C = value_dim elements, then a rotated key; all heads read it. The output is weighted sums of
+    latents, `[B, T, H, C]`. sm_scale: factor of logits.
     """
 
     q: Float[Array, "B T H D"]
@@ -127,9 +132,9 @@ LayerInput = Heads | Latents | Recurrence
 Mix = Callable[[int, LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
 """`mix(layer, input, state) -> (out, state)`.
 
-The decoder calls it once per layer, in order. Whoever runs the decoder decides what mixing tokens means: the engine writes keys and
-values into pages and attends to pages; training attends causally within the batch. `state` is any pytree and is threaded through the
-layers.
+The decoder calls it once per layer, in order. Whoever runs the decoder decides what mixing tokens means: the engine
+writes keys and values into pages and attends to pages; training attends causally within the batch. `state` is any
+pytree and is threaded through the layers.
 """
 
 
@@ -156,13 +161,15 @@ class Decoder(Protocol):
         ...
 
     def cuts(self, params: Params, tensor: int) -> Params:
-        """How each of these parameters is cut over `tensor` devices, None for one that is whole on every device. Needed only on a mesh."""
+        """How each of these parameters is cut over `tensor` devices, None for one that is whole on every device. Needed
+        only on a mesh."""
         ...
 
     def run_layers(
         self, params: Params, x: Float[Array, "B T E"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """The output of the last layer for the input `x` of the first, and the state that `mix` threaded through the layers."""
+        """The output of the last layer for the input `x` of the first, and the state that `mix` threaded through the
+        layers."""
         ...
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -172,7 +179,8 @@ class Decoder(Protocol):
     def hidden(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Final hidden states and the state that `mix` threaded through the layers: `embed`, `run_layers`, `final_norm`."""
+        """Final hidden states and the state that `mix` threaded through the layers: `embed`, `run_layers`,
+        `final_norm`."""
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:

@@ -1,4 +1,5 @@
-"""Which matrices of a model are packed, and how: the schemes of `kvjax.load(weights=...)`, and how many bytes weights take.
+"""Which matrices of a model are packed, and how: the schemes of `kvjax.load(weights=...)`, and how many bytes weights
+take.
 
 Norms, biases, convolutions and the small matrices in `UNPACKED` stay arrays in the model's compute_dtype.
 """
@@ -20,8 +21,8 @@ from kvjax.model.protocols import Params
 from pallas_kernels.core.matrices import MatrixFormat, is_packed, pack
 
 UNPACKED = frozenset({"a", "b", "index_weights", "q_norm", "k_norm"})
-"""Matrices that are never packed: decays and rates of Gated DeltaNet, the weights of an indexer's heads, and norms with weights for each
-head. They have one row per head."""
+"""Matrices that are never packed: decays and rates of Gated DeltaNet, the weights of an indexer's heads, and norms with
+weights for each head. They have one row per head."""
 
 TABLES = frozenset({"embed", "lm_head"})
 """The embedding and the head."""
@@ -35,7 +36,8 @@ class WeightScheme:
     tables: MatrixFormat
 
     def format_of(self, layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
-        """The format of a parameter; None: it is an array. layer: its layer; None: outside. name: its key in the layer or the model."""
+        """The format of a parameter; None: it is an array. layer: its layer; None: outside. name: its key in the layer
+        or the model."""
         if len(shape) != 2 or name in UNPACKED:
             return None
         return self.tables if layer is None else self.layers
@@ -51,8 +53,9 @@ SCHEMES: Mapping[str, WeightScheme] = {
     "int8:128x128": WeightScheme(_BLOCK["int8"], _BLOCK["int8"]),
     "fp8:128x128": WeightScheme(_BLOCK["fp8_e4m3"], _BLOCK["fp8_e4m3"]),
 }
-"""Schemes by name. int8, fp8: one scale for each output channel. int4: one for each 128 inputs of a channel; the embedding and the head are
-int8, because what a model says depends most on them. fp8:tokens: as fp8, but products of many tokens in layers are of fp8 and fp8."""
+"""Schemes by name. int8, fp8: one scale for each output channel. int4: one for each 128 inputs of a channel; the
+embedding and the head are int8, because what a model says depends most on them. fp8:tokens: as fp8, but products of
+many tokens in layers are of fp8 and fp8."""
 
 FormatOf = Callable[[int | None, str, tuple[int, ...]], MatrixFormat | None]
 """`WeightScheme.format_of`."""
@@ -66,8 +69,8 @@ def scheme_of(name: str) -> WeightScheme:
 
 
 def pack_params(params: Params, weights: str) -> Params:
-    """Parameters with their matrices packed by a scheme. The given arrays stay as they are. ValueError for matrices that are packed
-    already, or cannot be (`pallas_kernels.core.matrices.pack`)."""
+    """Parameters with their matrices packed by a scheme. The given arrays stay as they are. ValueError for matrices
+    that are packed already, or cannot be (`pallas_kernels.core.matrices.pack`)."""
     scheme = scheme_of(weights)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)
     if any(is_packed(leaf) for _, leaf in leaves):
@@ -80,13 +83,14 @@ def pack_params(params: Params, weights: str) -> Params:
 
 
 def format_function(weights: str | FormatOf | None) -> FormatOf | None:
-    """The function that says how parameters are packed. weights: the name of a scheme, or the function itself; None: nothing is packed.
-    ValueError as `scheme_of`."""
+    """The function that says how parameters are packed. weights: the name of a scheme, or the function itself; None:
+    nothing is packed. ValueError as `scheme_of`."""
     return scheme_of(weights).format_of if isinstance(weights, str) else weights
 
 
 def packing_of(params: Params) -> str | FormatOf | None:
-    """How parameters are packed: the name of their scheme, None where nothing is packed, else a function that says it."""
+    """How parameters are packed: the name of their scheme, None where nothing is packed, else a function that says
+    it."""
     named = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)[0]
     if not any(is_packed(leaf) for _, leaf in named):
         return None
@@ -107,8 +111,8 @@ def place_of(path: tuple[Any, ...]) -> tuple[int | None, str]:
 def weights_bytes(config: ModelConfig, format_of: FormatOf | None = None, *, tensor: int = 1) -> int:
     """Bytes of a model's weights on each of `tensor` devices, counted from the shapes alone.
 
-    format_of: which of them are packed; None: none is. Scales count as `pack` makes them. ValueError for heads or MLP columns that do not
-    divide.
+    format_of: which of them are packed; None: none is. Scales count as `pack` makes them. ValueError for heads or MLP
+    columns that do not divide.
     """
     tables = ("embed",) if config.tie_embeddings else ("embed", "lm_head")
     shapes: list[tuple[int | None, str, tuple[int, ...]]] = [(None, name, table_shape(config, tensor)) for name in tables]

@@ -1,6 +1,8 @@
-"""Policies that choose another policy on the host, before a step or a chunk runs. `auto` of `kvjax.cost_model` is one of each kind.
+"""Policies that choose another policy on the host, before a step or a chunk runs. `auto` of `kvjax.cost_model` is one
+of each kind.
 
-An engine binds such a policy to its model once, when the engine is built or the policy first named, and runs what `choose` returns.
+An engine binds such a policy to its model once, when the engine is built or the policy first named, and runs what
+`choose` returns.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from kvjax.policies.prefill.dense import DensePrefill
 class Choice:
     """The policy that runs, and why.
 
-    seconds, dense_seconds: predicted for the choice and for dense; None if they were not compared. projection: why the prediction goes
-    beyond what was measured, as in `kvjax.cost_model.Prediction`; empty if it does not.
+    seconds, dense_seconds: predicted for the choice and for dense; None if they were not compared. projection: why the
+    prediction goes beyond what was measured, as in `kvjax.cost_model.Prediction`; empty if it does not.
     """
 
     policy: DecodePolicy | PrefillPolicy
@@ -48,8 +50,8 @@ class ChoosesDecode(abc.ABC):
 
     @abc.abstractmethod
     def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Self:
-        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`, on a mesh of these sizes. ValueError if it
-        cannot choose there."""
+        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`, on a mesh of these
+        sizes. ValueError if it cannot choose there."""
 
     @abc.abstractmethod
     def indexes(self) -> tuple[IndexSpec, ...]:
@@ -57,8 +59,8 @@ class ChoosesDecode(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, lengths: Sequence[int], frames: FrameCounts | None = None) -> Choice:
-        """The choice for sequences of these lengths in tokens, the current ones included. frames: those of an engine with pages in host
-        memory; an engine without passes none."""
+        """The choice for sequences of these lengths in tokens, the current ones included. frames: those of an engine
+        with pages in host memory; an engine without passes none."""
 
     @abc.abstractmethod
     def possible(self, longest: int, batch: int, frames: FrameCounts | None = None) -> tuple[DecodePolicy, ...]:
@@ -70,8 +72,8 @@ class ChoosesPrefill(abc.ABC):
 
     @abc.abstractmethod
     def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Self:
-        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`, on a mesh of these sizes. ValueError if it
-        cannot choose there."""
+        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`, on a mesh of these
+        sizes. ValueError if it cannot choose there."""
 
     @abc.abstractmethod
     def indexes(self) -> tuple[IndexSpec, ...]:
@@ -83,7 +85,8 @@ class ChoosesPrefill(abc.ABC):
 
 
 def possible_prefills(policy: PrefillPolicy | ChoosesPrefill, longest: int, chunk: int) -> tuple[PrefillPolicy, ...]:
-    """The policies that may run prompts of up to `longest` tokens in chunks of `chunk`, however they are cut into calls.
+    """The policies that may run prompts of up to `longest` tokens in chunks of `chunk`, however they are cut into
+    calls.
 
     A policy that chooses is asked at lengths that double.
     """

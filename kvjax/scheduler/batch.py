@@ -37,8 +37,8 @@ Ranked = tuple[tuple[int, float], ...]
 class Sample:
     """One sample of a request: its tokens, except those that its `ActiveBatch` put aside, and what they cost.
 
-    issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens or a stop string may
-    end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
+    issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens
+    or a stop string may end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
     """
 
     state: RequestState
@@ -77,7 +77,8 @@ class Sample:
         return self.finish_reason is None and self.issued < self.sampling.max_new_tokens
 
     def take(self, token: int, logprob: float) -> str:
-        """Add a token. Returns the text that became certain with it, if there is a `stream`. Sets `finish_reason` if it is the last."""
+        """Add a token. Returns the text that became certain with it, if there is a `stream`. Sets `finish_reason` if it
+        is the last."""
         self.ids.append(token)
         if self.sampling.logprobs:
             self.logprobs.append(logprob)
@@ -160,10 +161,11 @@ class Sample:
 
 @dataclasses.dataclass(eq=False)
 class Handle:
-    """A submitted request, for who submitted it; the scheduler has a `RequestState` of its own. completion: None until it has finished,
-    failed or was cancelled. prompt_tokens: known once it is admitted; found_tokens: of these, those that were found when it was;
-    prompt_end: their last ids, which the text of the answer continues. sampling: the request's, clipped if it allows that. prompting:
-    whether it uses the sequence of its prompt now. started: whether a sample of it has started."""
+    """A submitted request, for who submitted it; the scheduler has a `RequestState` of its own. completion: None until
+    it has finished, failed or was cancelled. prompt_tokens: known once it is admitted; found_tokens: of these, those
+    that were found when it was; prompt_end: their last ids, which the text of the answer continues. sampling: the
+    request's, clipped if it allows that. prompting: whether it uses the sequence of its prompt now. started: whether a
+    sample of it has started."""
 
     request: Request
     order: tuple[int, int]
@@ -186,9 +188,9 @@ class Handle:
 class RequestState:
     """A request that has not ended, for the scheduler.
 
-    handle: what its submitter sees. given: the caller's own sequence, of which the sample is a fork. ids: of its prompt. policy: decodes
-    it; None before it was looked at. samples: those that have started. untold: found tokens, until the next chunk tells of them. sequence:
-    the prompt's, until its last sample takes it over.
+    handle: what its submitter sees. given: the caller's own sequence, of which the sample is a fork. ids: of its
+    prompt. policy: decodes it; None before it was looked at. samples: those that have started. untold: found tokens,
+    until the next chunk tells of them. sequence: the prompt's, until its last sample takes it over.
     """
 
     def __init__(self, handle: Handle, given: CachedSequence | None = None):
@@ -232,8 +234,8 @@ def order(entry: RequestState | Sample) -> tuple[int, ...]:
 class ActiveBatch:
     """The samples of a batch that step together, by slot, until one comes, goes, or has issued its last token.
 
-    steps: how many are left until then; 0 after `close`. While only ids are kept of their tokens and none ends, the results of a step are
-    put aside for all samples together. `settle` gives them to the samples.
+    steps: how many are left until then; 0 after `close`. While only ids are kept of their tokens and none ends, the
+    results of a step are put aside for all samples together. `settle` gives them to the samples.
     """
 
     def __init__(self, samples: Sequence[Sample | None]):
@@ -264,7 +266,8 @@ class ActiveBatch:
         if not self._alike:
             return False
         rows = packed if len(packed) == len(self._slots) else packed[self._slots]
-        # In every step, so with lists: the first reduction of numpy after a step's call takes longer. Negative blocks: pages were missing.
+        # In every step, so with lists: the first reduction of numpy after a step's call takes longer. Negative blocks:
+        # pages were missing.
         if 0 in rows[:, FINITE].tolist() or min(rows[:, BLOCKS].tolist()) < 0:
             return False
         if self._stop_ids and not self._stop_ids.isdisjoint(rows[:, TOKENS].tolist()):
@@ -298,8 +301,8 @@ class ActiveBatch:
 class PendingStep:
     """Tokens in flight to the host: the sample of each row, and the array that `kvjax.engine.step_output.pack` made.
 
-    Of several steps in one launch, packed has an axis N first. active: that of their decode step; None: a first token, from prefill. left:
-    the number of the step that may bring a sample's last token, counted from 1.
+    Of several steps in one launch, packed has an axis N first. active: that of their decode step; None: a first token,
+    from prefill. left: the number of the step that may bring a sample's last token, counted from 1.
     """
 
     samples: Sequence[Sample | None]
@@ -314,8 +317,8 @@ class PendingStep:
 
 
 class Batch:
-    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs. loops: whether its steps run in
-    `kvjax.engine.multi_step.decode_steps`, in which samples end on the device."""
+    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs. loops:
+    whether its steps run in `kvjax.engine.multi_step.decode_steps`, in which samples end on the device."""
 
     def __init__(self, policy: DecodePolicy, size: int, vocab_size: int, *, loops: bool = False):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
@@ -350,8 +353,8 @@ class Batch:
         self.samples[self.samples.index(sample)] = self._rows = None
 
     def group(self, steps: int = 1) -> DecodeGroup | None:
-        """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some sample has as many
-        tokens left, and no stop string may end one."""
+        """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some
+        sample has as many tokens left, and no stop string may end one."""
         if not self._active.steps:
             self._active.close()
             self._active = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
@@ -418,8 +421,9 @@ def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array,
 def read(pending: PendingStep, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
     """Wait for tokens and give them to the samples that have not ended.
 
-    listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that was read one by one
-    (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed a page that no frame holds.
+    listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that
+    was read one by one (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed
+    a page that no frame holds.
     """
     packed, taken, ended = np.asarray(pending.packed), [], False
     for number, step in enumerate(packed if packed.ndim == 3 else packed[None], start=1):

@@ -1,7 +1,9 @@
-"""Data-parallel replicas: several engines of one process, each on devices of its own, that answer one stream of requests.
+"""Data-parallel replicas: several engines of one process, each on devices of its own, that answer one stream of
+requests.
 
-Each engine has a thread, which drives its scheduler and nothing else. Everything of the caller's runs in the caller's thread: the iterable
-of requests, `on_token`, `on_prefill`. Both sides talk through queues, so no lock can be left behind by Ctrl-C.
+Each engine has a thread, which drives its scheduler and nothing else. Everything of the caller's runs in the caller's
+thread: the iterable of requests, `on_token`, `on_prefill`. Both sides talk through queues, so no lock can be left
+behind by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ def replicas(
     """Engines that answer requests together: give the list to `run`, `generate` or `run_batch`, in place of one engine.
 
     Args:
-        model: its weights are copied to the devices of every engine. It may lie on a mesh of the same sizes (`load(mesh=...)`).
+        model: its weights are copied to the devices of every engine. It may lie on a mesh of the same sizes
+            (`load(mesh=...)`).
         policy: as in `Engine`.
         data: how many engines.
         tensor, context: of the mesh of each (`mesh`).
         devices: at least `data * tensor * context`; neighbours belong to one engine. None: the first ones that JAX has.
-        options: other arguments of `Engine`, the same for each. Without `pages`, each pool fits the memory of its own devices.
+        options: other arguments of `Engine`, the same for each. Without `pages`, each pool fits the memory of its own
+            devices.
 
     Raises:
         ValueError: for sizes below 1 or too few devices, and whatever `mesh` and `Engine` say.
@@ -78,8 +82,8 @@ def replicas(
 
 
 def _with_own_tokenizer(model: Model) -> Model:
-    """The model with a copy of its tokenizer, if that is one of Hugging Face's. A call with `truncation=True` changes such a tokenizer, and
-    prompts that other threads give it meanwhile lose their ends, without an error."""
+    """The model with a copy of its tokenizer, if that is one of Hugging Face's. A call with `truncation=True` changes
+    such a tokenizer, and prompts that other threads give it meanwhile lose their ends, without an error."""
     if getattr(model.tokenizer, "backend_tokenizer", None) is None:
         return model
     own = copy.copy(model)
@@ -103,7 +107,8 @@ def meshes_of(data: int, tensor: int = 1, context: int = 1, devices: Sequence[ja
 def engines_of(given: Engine | Sequence[Engine], what: str) -> tuple[Engine, ...]:
     """One engine, or several replicas, as a tuple. what: the name of the function that got them, for the error.
 
-    TypeError for anything else. ValueError for engines whose answers would not have the same bits, or that share a device.
+    TypeError for anything else. ValueError for engines whose answers would not have the same bits, or that share a
+    device.
     """
     if isinstance(given, Engine):
         return (given,)
@@ -175,11 +180,11 @@ def run_replicas(
     on_prefill: Callable[[int], None] | None,
     **options: Any,
 ) -> Iterator[tuple[Request, Completion]]:
-    """`kvjax.run` over several engines (`engines_of`). A request goes to the replica with a free slot that has fewest requests. options:
-    those of each replica's scheduler.
+    """`kvjax.run` over several engines (`engines_of`). A request goes to the replica with a free slot that has fewest
+    requests. options: those of each replica's scheduler.
 
-    A request is taken from the iterable only when a slot is free for it. An error of a replica ends all of them. However the generator
-    ends, every thread ends with it, and nothing of the engines stays in use.
+    A request is taken from the iterable only when a slot is free for it. An error of a replica ends all of them.
+    However the generator ends, every thread ends with it, and nothing of the engines stays in use.
     """
     said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
     members = [_Replica(number, engine, said, on_token=on_token, on_prefill=on_prefill, **options) for number, engine in enumerate(engines)]
@@ -222,7 +227,8 @@ def _next(said: queue.SimpleQueue[_Said]) -> _Said:
 def _heard(
     said: _Said, members: Sequence[_Replica], on_token: OnToken | None, on_prefill: Callable[[int], None] | None
 ) -> tuple[tuple[Request, Completion], ...]:
-    """Take note of what a replica said, and tell the caller's functions. Returns what has finished; raises the replica's error."""
+    """Take note of what a replica said, and tell the caller's functions. Returns what has finished; raises the
+    replica's error."""
     finished = members[said.number].heard(said)
     for event in said.tokens:
         on_token(*event)
@@ -233,8 +239,8 @@ def _heard(
 
 @dataclasses.dataclass(frozen=True)
 class _Said:
-    """What a replica's thread tells the caller's. number: of the replica. received, room: requests that it has taken so far, and how many
-    more it had room for then. idle: it has nothing to do. error: it has ended."""
+    """What a replica's thread tells the caller's. number: of the replica. received, room: requests that it has taken so
+    far, and how many more it had room for then. idle: it has nothing to do. error: it has ended."""
 
     number: int
     received: int = 0
@@ -247,7 +253,8 @@ class _Said:
 
 
 class _Replica:
-    """One engine and its thread. `send`, `stop` and `heard` are for the caller's thread; what begins with an underscore is the replica's.
+    """One engine and its thread. `send`, `stop` and `heard` are for the caller's thread; what begins with an underscore
+    is the replica's.
 
     sent: how many requests it was given. owed: those without a completion. free: how many more it has room for.
     """
@@ -355,5 +362,6 @@ class _Replica:
             wait = False
 
     def _stopping(self) -> bool:
-        """Whether the run has ended. The process may end before: then Python waits for this thread, and nobody stops it."""
+        """Whether the run has ended. The process may end before: then Python waits for this thread, and nobody stops
+        it."""
         return self._stop or not threading.main_thread().is_alive()

@@ -1,4 +1,5 @@
-"""What the schedulers of several processes do together: the first one's leads, the others follow (`kvjax.scheduler.processes`)."""
+"""What the schedulers of several processes do together: the first one's leads, the others follow
+(`kvjax.scheduler.processes`)."""
 
 from __future__ import annotations
 

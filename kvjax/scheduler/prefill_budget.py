@@ -7,8 +7,8 @@ import time
 
 
 class PrefillBudget:
-    """How many slices of layers fit between two decode steps, from measured times of both. max_gap_ms: the bound of the gap, in
-    milliseconds; ValueError unless it is a positive number."""
+    """How many slices of layers fit between two decode steps, from measured times of both. max_gap_ms: the bound of the
+    gap, in milliseconds; ValueError unless it is a positive number."""
 
     SHARE = 0.85
     """The share of the bound that is planned for."""

@@ -1,11 +1,12 @@
 """Several processes, one job: each has some of a mesh's devices, the first schedules, and the others follow.
 
-Every process of a mesh must run the same programs in the same order. So the first process sends what its schedulers are asked for:
-requests, steps, cancellations. The others ask schedulers of their own for the same. All see the same tokens, so they make the same plans;
-each plan is compared. What depends on one process alone is decided by the first: how many slices of prefill fit into a gap, and whether
-Ctrl-C ends a step.
+Every process of a mesh must run the same programs in the same order. So the first process sends what its schedulers are
+asked for: requests, steps, cancellations. The others ask schedulers of their own for the same. All see the same tokens,
+so they make the same plans; each plan is compared. What depends on one process alone is decided by the first: how many
+slices of prefill fit into a gap, and whether Ctrl-C ends a step.
 
-A lost process would leave the others waiting for it. Each process has a connection to the first one, and notices when it breaks.
+A lost process would leave the others waiting for it. Each process has a connection to the first one, and notices when
+it breaks.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ if TYPE_CHECKING:
     from kvjax.engine.engine import Engine
 
 GRACE_S = 10.0
-"""Seconds that a call has to notice that a process is lost. A call that waits for the lost process never does; then this process ends."""
+"""Seconds that a call has to notice that a process is lost. A call that waits for the lost process never does; then
+this process ends."""
 FAILURE_S = 60.0
-"""Seconds in which the first process has to fail in the call in which another one failed. Compiling may take it long to find the error."""
+"""Seconds in which the first process has to fail in the call in which another one failed. Compiling may take it long to
+find the error."""
 KEEPALIVE_S = 10
 """Seconds after which a silent connection is tested, so that a machine without power is noticed, too."""
 ADDRESS_BYTES = 512
@@ -64,8 +67,8 @@ def start_processes(coordinator: str | None = None, count: int | None = None, nu
     It waits until all have joined. `jax.devices()` then has the devices of all processes.
 
     Args:
-        coordinator: address of the first process, as "host:1234", with a free port. None: as the cluster says (Slurm, Open MPI,
-            Kubernetes).
+        coordinator: address of the first process, as "host:1234", with a free port. None: as the cluster says (Slurm,
+            Open MPI, Kubernetes).
         count: of processes; None only without a coordinator.
         number: of this process, from 0; None only without a coordinator.
 
@@ -97,7 +100,8 @@ def start_processes(coordinator: str | None = None, count: int | None = None, nu
 
 
 class Processes:
-    """This process and its connections to the others. number, count: of this process, and of all; see `start_processes`."""
+    """This process and its connections to the others. number, count: of this process, and of all; see
+    `start_processes`."""
 
     def __init__(self, host: str | None = None):
         self.number, self.count = jax.process_index(), jax.process_count()
@@ -137,7 +141,8 @@ class Processes:
         return value
 
     def agree(self, named: Mapping[str, Any]) -> None:
-        """ValueError, in all processes, unless each gives the same values. Each must call it, with the same names. ProcessLost."""
+        """ValueError, in all processes, unless each gives the same values. Each must call it, with the same names.
+        ProcessLost."""
         if self.number:
             self._peers[0].send(("named", self.number, dict(named)))
             if said := self.receive("value")[0]:
@@ -151,10 +156,12 @@ class Processes:
 
     @contextlib.contextmanager
     def lead(self, engine: Engine) -> Iterator[Engine]:
-        """Schedule for all processes: those that `follow` an equal engine do what schedulers of this engine are asked for in this block.
+        """Schedule for all processes: those that `follow` an equal engine do what schedulers of this engine are asked
+        for in this block.
 
-        Only in the first process. Other calls of the engine raise RuntimeError in the block, because they would run here alone. Raises
-        ProcessLost; ValueError if this is not the first process, or the engine's mesh lacks devices of some process.
+        Only in the first process. Other calls of the engine raise RuntimeError in the block, because they would run
+        here alone. Raises ProcessLost; ValueError if this is not the first process, or the engine's mesh lacks devices
+        of some process.
         """
         with self._joined(engine, first=True):
             self.share(described(engine))
@@ -166,10 +173,11 @@ class Processes:
                 leader.end()
 
     def follow(self, engine: Engine) -> None:
-        """Do what the first process does with its engine, until its block of `lead` ends. Ctrl-C is left to the first process.
+        """Do what the first process does with its engine, until its block of `lead` ends. Ctrl-C is left to the first
+        process.
 
-        Raises ProcessLost if the first process is lost, and RuntimeError if this one failed where that one did not; ValueError if this is
-        the first process, or the engines differ.
+        Raises ProcessLost if the first process is lost, and RuntimeError if this one failed where that one did not;
+        ValueError if this is the first process, or the engines differ.
         """
         with self._joined(engine, first=False):
             own = described(engine)
@@ -244,8 +252,9 @@ class Processes:
         self._lose(f"process {number} of {self.count} failed: {text}", gone=False)
 
     def _lose(self, what: str, *, gone: bool) -> None:
-        """Let the next call, or the one that waits for a message, raise ProcessLost. A call that goes on waiting for the lost process in a
-        program cannot be interrupted: then this process ends. gone: whether the process has ended, and does not wait for others."""
+        """Let the next call, or the one that waits for a message, raise ProcessLost. A call that goes on waiting for
+        the lost process in a program cannot be interrupted: then this process ends. gone: whether the process has
+        ended, and does not wait for others."""
         if self._lost is None:
             self._lost = ProcessLost(f"{what}; start all {self.count} processes again")
             self._found.set()
@@ -307,7 +316,8 @@ class Processes:
             self._peers[number].send(("failed", call, text))
 
     def receive(self, kind: str | None = None) -> tuple[Any, ...]:
-        """The next message of the first process; what follows its kind, if one is named. RuntimeError for another kind."""
+        """The next message of the first process; what follows its kind, if one is named. RuntimeError for another
+        kind."""
         message = self._inbox.get()
         if message is None:
             self.check()
@@ -319,8 +329,8 @@ class Processes:
 
 
 def check_alike(mesh: Mesh, named: Mapping[str, str]) -> None:
-    """ValueError, in all processes of a mesh, unless each gives the same texts. Only if the mesh has devices of all processes; else nothing
-    is compared."""
+    """ValueError, in all processes of a mesh, unless each gives the same texts. Only if the mesh has devices of all
+    processes; else nothing is compared."""
     if {device.process_index for device in mesh.devices.flat} != set(range(jax.process_count())) or jax.process_count() == 1:
         return
     own = np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest() for text in named.values()), np.uint8)

@@ -22,8 +22,8 @@ SHORT = reprlib.Repr(maxstring=60, maxother=200)
 class Request:
     """A prompt (text, token ids, or chat messages) and how to continue it. `id` is the caller's own.
 
-    policy: the decode policy of all its steps; None: that of the scheduler. priority: requests of higher priority go first. cache_salt:
-    only requests of the same salt share pages, where the engine reuses them.
+    policy: the decode policy of all its steps; None: that of the scheduler. priority: requests of higher priority go
+    first. cache_salt: only requests of the same salt share pages, where the engine reuses them.
     """
 
     prompt: Prompt
@@ -47,13 +47,14 @@ class Request:
 class Completion:
     """The result of a request.
 
-    text: the continuation, without stop string and special tokens. token_ids: every generated token, including the one that ended it.
-    logprobs: one per token, if requested. top_logprobs: for each token, pairs (token id, log-probability) of the most likely ones, best
-    first, if requested. finish_reason: "stop" (stop token or string), "length" (max_new_tokens), "cancelled" or "error". choices: with n
-    above 1, all samples in order, this one first; else (). blocks_per_step and keys_per_step: what one KV head of one layer read on average
-    per decoded token (0 if no step ran). found_tokens: those of the prompt that the engine found, and did not compute. prompt_end: the last
-    token ids of the prompt, for `kvjax.text.detokenizer.token_text`. missed: what its steps missed of dense's attention; None where its
-    policy is not watched. error: the exception that ended the request; everything else is then empty.
+    text: the continuation, without stop string and special tokens. token_ids: every generated token, including the one
+    that ended it. logprobs: one per token, if requested. top_logprobs: for each token, pairs (token id,
+    log-probability) of the most likely ones, best first, if requested. finish_reason: "stop" (stop token or string),
+    "length" (max_new_tokens), "cancelled" or "error". choices: with n above 1, all samples in order, this one first;
+    else (). blocks_per_step and keys_per_step: what one KV head of one layer read on average per decoded token (0 if no
+    step ran). found_tokens: those of the prompt that the engine found, and did not compute. prompt_end: the last token
+    ids of the prompt, for `kvjax.text.detokenizer.token_text`. missed: what its steps missed of dense's attention; None
+    where its policy is not watched. error: the exception that ended the request; everything else is then empty.
     """
 
     text: str = ""

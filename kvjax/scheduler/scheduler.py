@@ -1,12 +1,15 @@
-"""The scheduler: the one loop that turns requests into decode steps and chunks of prefill, and their results into completions.
+"""The scheduler: the one loop that turns requests into decode steps and chunks of prefill, and their results into
+completions.
 
-* Order: first come, first served, within a priority. A request keeps one decode policy and one batch bucket from its admission on, so its
-  bits do not depend on other requests. `auto` chooses at admission, by the request's own length.
-* Pages: a prompt takes its pages when it is admitted, its answer as it grows. When none are left, the youngest request of the lowest
-  priority is suspended: its pages go to host memory, and come back, with the same bits, when others have finished.
-* Gaps: with `max_gap_ms=None` free slots are filled first, and a whole prompt is prefilled between two decode steps, which gives the most
-  tokens per second. With a value, chunks run in slices of layers between decode steps, as many as fit into the gap. Either way `step`
-  returns after each chunk of a prompt that has more of them, so that its request can be cancelled.
+* Order: first come, first served, within a priority. A request keeps one decode policy and one batch bucket from its
+  admission on, so its bits do not depend on other requests. `auto` chooses at admission, by the request's own length.
+* Pages: a prompt takes its pages when it is admitted, its answer as it grows. When none are left, the youngest request
+  of the lowest priority is suspended: its pages go to host memory, and come back, with the same bits, when others have
+  finished.
+* Gaps: with `max_gap_ms=None` free slots are filled first, and a whole prompt is prefilled between two decode steps,
+  which gives the most tokens per second. With a value, chunks run in slices of layers between decode steps, as many as
+  fit into the gap. Either way `step` returns after each chunk of a prompt that has more of them, so that its request
+  can be cancelled.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from kvjax.text.tokenization import encode
 
 DEFAULT_SLOTS = 8
 AHEAD = 4
-"""Chunks of a prompt after which what follows the prompt is traced. The device is one chunk behind the host, and works meanwhile."""
+"""Chunks of a prompt after which what follows the prompt is traced. The device is one chunk behind the host, and works
+meanwhile."""
 ALONE = contextlib.nullcontext()
 
 
@@ -52,20 +56,21 @@ class Scheduler:
         while handle.completion is None:
             scheduler.step()
 
-    max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds (one slice of layers and one
-    decode step always run); None: no bound. slots: samples that run at once; None: 8, or fewer if the engine's largest batch bucket is
-    smaller. policy: that of requests that name none; None is the engine's. on_token: called after each step, for every new token, with the
-    request, the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens.
-    on_short: called when pages are missing, with the sequence that needs them, or None for a step; it says whether it gave pages back.
-    texts: False leaves texts empty, for callers that read token ids only; requests with stop strings have theirs all the same.
-    steps_per_launch: how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
+    max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds (one slice
+    of layers and one decode step always run); None: no bound. slots: samples that run at once; None: 8, or fewer if the
+    engine's largest batch bucket is smaller. policy: that of requests that name none; None is the engine's. on_token:
+    called after each step, for every new token, with the request, the token's id and the text that became certain with
+    it. on_prefill: called after each chunk with the number of its tokens. on_short: called when pages are missing, with
+    the sequence that needs them, or None for a step; it says whether it gave pages back. texts: False leaves texts
+    empty, for callers that read token ids only; requests with stop strings have theirs all the same. steps_per_launch:
+    how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
-    (docs/scheduling.md).
-    While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
+    (docs/scheduling.md). While a request with a penalty runs, the tokens of every slot are counted on the device, in
+    `[bucket, V]` int32.
 
-    preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
-    says how many wait, for callers that limit it. Use it from one thread at a time, as the engine, and do not use the scheduler's sequences
-    yourself.
+    preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has
+    no limit; `waiting` says how many wait, for callers that limit it. Use it from one thread at a time, as the engine,
+    and do not use the scheduler's sequences yourself.
     """
 
     def __init__(
@@ -143,9 +148,10 @@ class Scheduler:
     def submit(self, request: Request, sequence: CachedSequence | None = None) -> Handle:
         """Queue a request. If something is wrong with it, the `error` of its completion says so.
 
-        sequence: holds the first tokens of the prompt, which must be a list or array of checked token ids. The rest is prefilled to it, and
-        the answer is generated on a fork, so all of the sequence is written by prefill. Leave it alone until the request has ended; then it
-        is yours again, possibly suspended. ValueError with n above 1, and in a job of several processes.
+        sequence: holds the first tokens of the prompt, which must be a list or array of checked token ids. The rest is
+        prefilled to it, and the answer is generated on a fork, so all of the sequence is written by prefill. Leave it
+        alone until the request has ended; then it is yours again, possibly suspended. ValueError with n above 1, and in
+        a job of several processes.
         """
         if not isinstance(request, Request):
             raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
@@ -160,8 +166,8 @@ class Scheduler:
         return state.handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a request at once, and free its pages. Its completion has the text so far and the reason "cancelled"; with n above 1,
-        `choices` has the samples that had started. Does nothing if it has finished."""
+        """End a request at once, and free its pages. Its completion has the text so far and the reason "cancelled";
+        with n above 1, `choices` has the samples that had started. Does nothing if it has finished."""
         if not isinstance(handle, Handle):
             raise TypeError(f"cancel takes what submit returned, got {type(handle).__name__}")
         with self.engine.guard:
@@ -174,11 +180,13 @@ class Scheduler:
                 self._end(state, None)
 
     def step(self) -> list[Handle]:
-        """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
+        """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the
+        step before.
 
-        Without a bounded gap, a step ends after a chunk of a prompt that has more of them, and launches no decode step. Returns the
-        requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or `on_prefill`
-        raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
+        Without a bounded gap, a step ends after a chunk of a prompt that has more of them, and launches no decode step.
+        Returns the requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to
+        do. If `on_token` or `on_prefill` raises, or after Ctrl-C, the scheduler is as after a step: call `step` again,
+        or `close`.
         """
         with interrupts:
             with self.engine.guard, self._call("step"):
@@ -215,7 +223,8 @@ class Scheduler:
         bisect.insort(self._waiting, entry, key=order)
 
     def _admit(self) -> None:
-        """Fill free slots with waiting requests, in order, while there are pages for them, up to a chunk that does not end a prompt."""
+        """Fill free slots with waiting requests, in order, while there are pages for them, up to a chunk that does not
+        end a prompt."""
         while True:
             if self._prefilling is not None:
                 if self._gap is not None and self._batches:
@@ -311,7 +320,8 @@ class Scheduler:
         if state is None:
             return ()
         done = state.sequence.length
-        # One token more than the chunk has room for, where there is one: then it computes no logits, which nobody needs.
+        # One token more than the chunk has room for, where there is one: then it computes no logits, which nobody
+        # needs.
         return (Chunk(state.sequence, state.ids[done : done + self.engine.prefill_chunk + 1], slices),)
 
     def _prefilled(self, chunks: tuple[Prefilled | None, ...]) -> None:
@@ -351,8 +361,9 @@ class Scheduler:
     # Samples
 
     def _start_sample(self, state: RequestState) -> None:
-        """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
-        choose its first token, which is read later, so that the device can start the next prompt. OutOfPages changes nothing."""
+        """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the
+        prompt itself, and choose its first token, which is read later, so that the device can start the next prompt.
+        OutOfPages changes nothing."""
         engine, index, last = self.engine, len(state.samples), len(state.samples) == state.sampling.n - 1
         sampling, logits = state.sampling, state.sequence.logits
         if index:
@@ -389,7 +400,8 @@ class Scheduler:
         self._batches[policy].put(sample, token, self._counts(sample))
 
     def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
-        """`seen_tokens` of the prompt and the answer, without its latest token, which the next step counts; None without a penalty."""
+        """`seen_tokens` of the prompt and the answer, without its latest token, which the next step counts; None
+        without a penalty."""
         if not sample.sampling.penalises:
             return None
         counts = seen_tokens(sample.state.ids, self.engine.config.vocab_size)
@@ -406,8 +418,8 @@ class Scheduler:
     # Steps
 
     def _launch(self) -> int:
-        """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many slices were
-        launched."""
+        """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many
+        slices were launched."""
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
         steps = 1 if self._single_step or starting else self.steps_per_launch
         groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
@@ -430,7 +442,8 @@ class Scheduler:
         return slices
 
     def _run_plan(self, plan: StepPlan) -> StepResult | None:
-        """Run a plan on the engine. Returns None if pages were missing: then nothing ran, and some pages were given back.
+        """Run a plan on the engine. Returns None if pages were missing: then nothing ran, and some pages were given
+        back.
 
         Any other error ends every request that ran or was being prefilled, because part of the plan may have run.
         """
@@ -463,8 +476,9 @@ class Scheduler:
             self._gap.idle()
 
     def _make_room(self, error: OutOfPages) -> None:
-        """A plan lacked pages. Free those of samples that have just ended. If none has, and the plan had several steps in one launch, free
-        nothing: the next plan has one step, and may need fewer. Else free those of the youngest request of the lowest priority."""
+        """A plan lacked pages. Free those of samples that have just ended. If none has, and the plan had several steps
+        in one launch, free nothing: the next plan has one step, and may need fewer. Else free those of the youngest
+        request of the lowest priority."""
         self._read()
         if self._collect() or self._single_step or (self.on_short is not None and self.on_short(None)):
             return
@@ -483,12 +497,14 @@ class Scheduler:
             self.preemptions += 1
 
     def _prompts(self) -> list[RequestState]:
-        """Requests whose prompts hold pages, in order: those with samples that have not started, and the one that is being prefilled."""
+        """Requests whose prompts hold pages, in order: those with samples that have not started, and the one that is
+        being prefilled."""
         held = [each for each in self._waiting if isinstance(each, RequestState) and each.sequence is not None]
         return held if self._prefilling is None else sorted([*held, self._prefilling], key=order)
 
     def _forget_prompt(self, state: RequestState) -> None:
-        """Free a prompt. It is prefilled again, with the same bits, when its turn comes. A given sequence is suspended."""
+        """Free a prompt. It is prefilled again, with the same bits, when its turn comes. A given sequence is
+        suspended."""
         if state.given is None:
             self.engine.free(state.sequence)
         else:
@@ -501,12 +517,14 @@ class Scheduler:
         self.preemptions += 1
 
     def _finish_chunk(self, state: RequestState) -> None:
-        """Run the rest of a chunk that has begun, whose pages are there, so that the given sequence can be used again."""
+        """Run the rest of a chunk that has begun, whose pages are there, so that the given sequence can be used
+        again."""
         if self._prefilling is state and self.engine.slices_left(state.sequence) < self.engine.slices_left(None):
             self.engine.step(StepPlan(chunks=self._chunks(None)))
 
     def _collect(self) -> bool:
-        """Free ended samples, and complete the requests whose samples have all ended. Returns whether pages came back."""
+        """Free ended samples, and complete the requests whose samples have all ended. Returns whether pages came
+        back."""
         if not self._ended:
             return False
         self._ended = False

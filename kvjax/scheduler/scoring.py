@@ -26,7 +26,8 @@ from kvjax.text.tokenization import Prompt, encode, one_by_one
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a given continuation: their sum, one per token, and whether greedy decoding would write it."""
+    """Log-probabilities of a given continuation: their sum, one per token, and whether greedy decoding would write
+    it."""
 
     logprob: float
     token_logprobs: tuple[float, ...]
@@ -60,10 +61,11 @@ def score(
 ) -> Any:
     """Log-probability of each continuation after its prompt: one `Score`, or a list for lists.
 
-    Text becomes tokens as in `encode_pair`. The prompt is prefilled. Under `Dense` the continuation is prefilled too; under any other
-    policy each of its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation, lists of different
-    lengths, a pair longer than the model's positions, or a token outside the vocabulary; OutOfPages if the pool is too small; NotFinite if
-    the model gives NaN; FloatingPointError if it gives a token of the continuation a probability of 0.
+    Text becomes tokens as in `encode_pair`. The prompt is prefilled. Under `Dense` the continuation is prefilled too;
+    under any other policy each of its tokens is decoded through the policy. Raises ValueError for an empty prompt or
+    continuation, lists of different lengths, a pair longer than the model's positions, or a token outside the
+    vocabulary; OutOfPages if the pool is too small; NotFinite if the model gives NaN; FloatingPointError if it gives a
+    token of the continuation a probability of 0.
     """
     if not isinstance(model, Engine):
         check_model(model, "score")
@@ -90,9 +92,10 @@ def continuation_logprobs(
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Log-probability of each token of a continuation, float32, and whether it is the greedy one.
 
-    sequence: fresh from prefill or extend, so that its `.logits` predict the first token. It grows by all tokens except the last. Logits
-    are held for one chunk at a time, `[prefill_chunk, V]`, because those of a whole long document would not fit in memory. ValueError for a
-    token outside the vocabulary; NotFinite if the model gives NaN; FloatingPointError if it gives a token a probability of 0.
+    sequence: fresh from prefill or extend, so that its `.logits` predict the first token. It grows by all tokens except
+    the last. Logits are held for one chunk at a time, `[prefill_chunk, V]`, because those of a whole long document
+    would not fit in memory. ValueError for a token outside the vocabulary; NotFinite if the model gives NaN;
+    FloatingPointError if it gives a token a probability of 0.
     """
     continuation, begun = engine.check_tokens(continuation), sequence.length
     found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
@@ -128,8 +131,8 @@ def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[in
 def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of its continuation; ValueError if either has none.
 
-    Text is tokenised as a whole and cut after the prompt's own tokens. If a token crosses the border ("inter" + "national"), the
-    continuation is tokenised alone instead, so the scored tokens always spell the continuation.
+    Text is tokenised as a whole and cut after the prompt's own tokens. If a token crosses the border ("inter" +
+    "national"), the continuation is tokenised alone instead, so the scored tokens always spell the continuation.
     """
     if isinstance(prompt, str) != isinstance(continuation, str):
         raise ValueError("prompt and continuation must both be text or both be token ids")
@@ -146,6 +149,7 @@ def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[l
 
 @program
 def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probability of each token under its row of logits, whether it is the largest, and whether the row is finite."""
+    """Log-probability of each token under its row of logits, whether it is the largest, and whether the row is
+    finite."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.argmax(logits, axis=-1) == tokens, all_finite(logits)

@@ -1,4 +1,5 @@
-"""Small files of a checkpoint's folder: whether they are there, and the JSON in them. Whatever a folder holds, errors are ValueErrors."""
+"""Small files of a checkpoint's folder: whether they are there, and the JSON in them. Whatever a folder holds, errors
+are ValueErrors."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_JSON_BYTES = 1 << 28
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file. ValueError where there is something else: a folder, a pipe, a link to nothing, or to itself."""
+    """Whether there is such a file. ValueError where there is something else: a folder, a pipe, a link to nothing, or
+    to itself."""
     if os.path.isfile(path):
         return True
     if not os.path.lexists(path):
@@ -29,7 +31,8 @@ def is_file(path: Path) -> bool:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Errors of reading a file become ValueErrors that name it: not every OSError does, as when a disk gives nothing back."""
+    """Errors of reading a file become ValueErrors that name it: not every OSError does, as when a disk gives nothing
+    back."""
     try:
         yield
     except OSError as error:
@@ -45,7 +48,8 @@ def check_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. ValueError, with the file's name, if it is missing, too large, damaged, or holds anything else."""
+    """The object in a JSON file. ValueError, with the file's name, if it is missing, too large, damaged, or holds
+    anything else."""
     if not is_file(path):
         raise ValueError(f"{path.parent} holds no {path.name}; {AGAIN}")
     try:

@@ -1,4 +1,5 @@
-"""Turns token ids into text as they arrive: pieces for streaming, stop strings that may begin and end inside tokens, texts of tokens."""
+"""Turns token ids into text as they arrive: pieces for streaming, stop strings that may begin and end inside tokens,
+texts of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from kvjax.text.plain_texts import decoded, special_tokens
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 8
-"""So many token ids before a token decide how it is decoded: whether its first space counts, and which character it ends."""
+"""So many token ids before a token decide how it is decoded: whether its first space counts, and which character it
+ends."""
 CHARACTER = 4
 """The most bytes of a character in UTF-8, and so the most tokens that may end in the middle of it."""
 
@@ -21,8 +23,9 @@ CHARACTER = 4
 class TextStream:
     """Turns one sequence's tokens into text, piece by piece, and ends it at the first stop string.
 
-    A piece is held back while it ends inside a multi-byte character or may be the beginning of a stop string. `text` is everything
-    emitted; special tokens are left out. A stop string that holds special tokens is also found where they are.
+    A piece is held back while it ends inside a multi-byte character or may be the beginning of a stop string. `text` is
+    everything emitted; special tokens are left out. A stop string that holds special tokens is also found where they
+    are.
 
     Args:
         tokenizer: the model's.
@@ -77,7 +80,8 @@ class TextStream:
         return piece + rest
 
     def _whole_characters(self, before: str, after: str) -> str:
-        """Emit what an incomplete last character cannot change, where many tokens are pending: some models write bytes that are no text."""
+        """Emit what an incomplete last character cannot change, where many tokens are pending: some models write bytes
+        that are no text."""
         latest = len(self._ids) - 1
         for done in range(latest, max(self._done + CHARACTER, latest - 2 * CHARACTER), -1):
             upto = self._decode(done)
@@ -105,7 +109,8 @@ class TextStream:
         return self._advance(self._length - held)
 
     def _see(self, special: str) -> int | None:
-        """Show a special token to the stop strings that hold some. Returns how much of the text before it belongs to one that it ends."""
+        """Show a special token to the stop strings that hold some. Returns how much of the text before it belongs to
+        one that it ends."""
         match = self._stops_with_specials.find(special)
         self._hidden.append((self._seen, self._seen + len(special)))
         self._seen += len(special)
@@ -132,7 +137,8 @@ class TextStream:
 
 
 class _Stops:
-    """Finds the first of some strings to end in a text that comes in pieces (Knuth, Morris and Pratt's search, for each of them).
+    """Finds the first of some strings to end in a text that comes in pieces (Knuth, Morris and Pratt's search, for each
+    of them).
 
     held: so many characters at the end of the text may begin one of them.
     """
@@ -173,8 +179,8 @@ class _Stops:
 def _border(string: str, borders: list[int], count: int) -> int:
     """The length of the longest shorter beginning of the string that its first `count` characters end with.
 
-    borders: the answers for 1, 2, ... characters so far, to which those up to `count` are added. A text has to hold a beginning before its
-    border is asked for, so strings that never begin cost nothing, however long they are.
+    borders: the answers for 1, 2, ... characters so far, to which those up to `count` are added. A text has to hold a
+    beginning before its border is asked for, so strings that never begin cost nothing, however long they are.
     """
     while len(borders) < count:
         character, border = string[len(borders)], borders[-1]
@@ -187,9 +193,9 @@ def _border(string: str, borders: list[int], count: int) -> int:
 def token_text(tokenizer: Any, before: Sequence[int], token: int) -> tuple[str, bytes | None]:
     """The text of one token after others, and its bytes. Texts of the tokens of an answer join to its text.
 
-    before: the ids before it, of which the latest `CONTEXT` count. A token that is a part of a character has the text `bytes:` and its
-    bytes as \\xNN, as in OpenAI's API; the bytes of such tokens join to the character. A special token has its name. The bytes are None
-    where the tokenizer does not tell them.
+    before: the ids before it, of which the latest `CONTEXT` count. A token that is a part of a character has the text
+    `bytes:` and its bytes as \\xNN, as in OpenAI's API; the bytes of such tokens join to the character. A special token
+    has its name. The bytes are None where the tokenizer does not tell them.
     """
     window = list(before[-CONTEXT:])
     start, whole = (decoded(tokenizer, ids) for ids in (window, [*window, token]))
@@ -206,8 +212,8 @@ def token_text(tokenizer: Any, before: Sequence[int], token: int) -> tuple[str, 
 
 
 def _bytes_of(tokenizer: Any, token: int) -> bytes | None:
-    """The bytes that a token stands for: of `<0xNN>`, or of the alphabet in which byte-level tokenizers write bytes. None for others,
-    such as ids of the model beyond the tokenizer's."""
+    """The bytes that a token stands for: of `<0xNN>`, or of the alphabet in which byte-level tokenizers write bytes.
+    None for others, such as ids of the model beyond the tokenizer's."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     written = tokenizer.convert_ids_to_tokens(int(token))

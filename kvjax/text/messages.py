@@ -26,9 +26,10 @@ _SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlist=3, maxtuple=3, maxdict=
 def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     """Messages as a chat template takes them.
 
-    Each has a role of `ROLES` and a content: text, or a list of text parts, which are joined. The content of an assistant may be null, as
-    beside tool calls; it is then empty. The role developer is the newer name of system. An assistant's tool_calls have their arguments as
-    JSON text or as an object. ValueError names the message, the field and what to write.
+    Each has a role of `ROLES` and a content: text, or a list of text parts, which are joined. The content of an
+    assistant may be null, as beside tool calls; it is then empty. The role developer is the newer name of system. An
+    assistant's tool_calls have their arguments as JSON text or as an object. ValueError names the message, the field
+    and what to write.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages must be a list of at least one message, got {_show(messages)}")
@@ -118,10 +119,10 @@ def chat_ids(
 ) -> tuple[int, ...]:
     """Token ids of a conversation, rendered by the model's chat template up to where the assistant's answer begins.
 
-    template_options: variables of the template, such as {"enable_thinking": False}. parse_special: whether special tokens that the messages
-    or the variables hold are control tokens; False: they are plain text, so that nobody who writes a message can end it. ValueError for an
-    option that is an argument of `apply_chat_template` itself, for messages that the template does not accept, and if it leaves out what a
-    tool returned.
+    template_options: variables of the template, such as {"enable_thinking": False}. parse_special: whether special
+    tokens that the messages or the variables hold are control tokens; False: they are plain text, so that nobody who
+    writes a message can end it. ValueError for an option that is an argument of `apply_chat_template` itself, for
+    messages that the template does not accept, and if it leaves out what a tool returned.
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give prompt as token ids")
@@ -149,7 +150,8 @@ def chat_ids(
 
 
 def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any, *, answer: bool) -> str:
-    """What the model's chat template makes of messages. answer: up to where the assistant's answer begins. ValueError if it cannot."""
+    """What the model's chat template makes of messages. answer: up to where the assistant's answer begins. ValueError
+    if it cannot."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **options)
     except ImportError:  # jinja2 is missing, so the record is not at fault
@@ -159,8 +161,8 @@ def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], 
 
 
 def _check_tools(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any) -> None:
-    """ValueError if the template leaves out what a tool returned. Logs a warning if it leaves out which tools were called, as older ones
-    do."""
+    """ValueError if the template leaves out what a tool returned. Logs a warning if it leaves out which tools were
+    called, as older ones do."""
     begin = secrets.token_hex(8)  # which no text of theirs holds
     results = {place: f"{begin}{place}e" for place, message in enumerate(messages) if message["role"] == "tool"}
     calls = {

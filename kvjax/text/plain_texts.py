@@ -54,11 +54,12 @@ def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = T
 class PlainTexts:
     """Texts that go through a chat template, and whose special tokens are plain text afterwards.
 
-    `mark` puts private characters into texts: one before each special token, one where a text ends inside one, because its neighbour may
-    go on with the rest. The template then writes control tokens of its own. `ids` reads its text, without the marks: a special token at a
-    mark is read as the characters that it is written with. Added tokens that the template writes count too, outside answers, where they
-    are often marks of a thought. A template may change texts so that marks are lost, or join texts to a special token, and a tokenizer
-    may know one under another spelling. `check` finds all of that.
+    `mark` puts private characters into texts: one before each special token, one where a text ends inside one, because
+    its neighbour may go on with the rest. The template then writes control tokens of its own. `ids` reads its text,
+    without the marks: a special token at a mark is read as the characters that it is written with. Added tokens that
+    the template writes count too, outside answers, where they are often marks of a thought. A template may change texts
+    so that marks are lost, or join texts to a special token, and a tokenizer may know one under another spelling.
+    `check` finds all of that.
 
     Args:
         tokenizer: the model's.
@@ -77,11 +78,13 @@ class PlainTexts:
         self._may_hold = self._known.normalized or not held.isdisjoint(self._known.signs)
 
     def mark(self, value: Any, *, answer: bool = False) -> Any:
-        """The value, a text or lists and mappings of texts, with marks. answer: whether it is an answer of the model."""
+        """The value, a text or lists and mappings of texts, with marks. answer: whether it is an answer of the
+        model."""
         return _each_text(value, lambda text: _marked(text, self._known.special if answer else self._known.all, self._begins, self._cuts))
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text with marks. ValueError if a special token is marked, and the tokenizer does not tell places of tokens."""
+        """Token ids of a text with marks. ValueError if a special token is marked, and the tokenizer does not tell
+        places of tokens."""
         parts = re.split(f"([{self._begins}{self._cuts}])", text)
         places = [0, *itertools.accumulate(len(part) if number % 2 == 0 else 0 for number, part in enumerate(parts))]
         begins, cuts = ({places[number] for number, part in enumerate(parts) if part == mark} for mark in (self._begins, self._cuts))
@@ -109,8 +112,8 @@ class PlainTexts:
     def check(self, ids: Sequence[int], render: Callable[[Callable[..., Any]], str]) -> None:
         """ValueError unless the special tokens among `ids` are those that the template writes.
 
-        render: what the template makes of all texts, after a function has changed them. It is called with one that leaves only
-        spaces of a text's two ends, of which the template then writes the same special tokens.
+        render: what the template makes of all texts, after a function has changed them. It is called with one that
+        leaves only spaces of a text's two ends, of which the template then writes the same special tokens.
         """
         if not self._known.special.ids:
             return
@@ -146,8 +149,8 @@ def _marked(text: str, tokens: _Tokens, begins: str, cuts: str) -> str:
 
 
 class _Tokens:
-    """Tokens that `PlainTexts` looks for, by their ids. begins: how they begin, None if there are none. lengths: theirs, the longest first.
-    beginnings and ends: proper parts of them."""
+    """Tokens that `PlainTexts` looks for, by their ids. begins: how they begin, None if there are none. lengths:
+    theirs, the longest first. beginnings and ends: proper parts of them."""
 
     def __init__(self, by_id: Mapping[int, str]):
         self.ids, self.texts = frozenset(by_id), frozenset(by_id.values())
@@ -158,9 +161,9 @@ class _Tokens:
 
 
 class _Known:
-    """What is known of a tokenizer. special, all: its special tokens, and with them the added tokens that its template writes. controls:
-    ids of those that only a template writes. signs: what special tokens hold besides letters and digits. normalized: whether some may be
-    spelled otherwise."""
+    """What is known of a tokenizer. special, all: its special tokens, and with them the added tokens that its template
+    writes. controls: ids of those that only a template writes. signs: what special tokens hold besides letters and
+    digits. normalized: whether some may be spelled otherwise."""
 
     def __init__(self, tokenizer: Any):
         added, template = getattr(tokenizer, "added_tokens_decoder", {}), str(getattr(tokenizer, "chat_template", None) or "")
@@ -189,8 +192,8 @@ def _plain_tokenizer(tokenizer: Any) -> Any:
 
 
 def _harmless(value: Any) -> Any:
-    """The value, with texts that no special token can come from: the spaces of each are left, and its length if that is short. Names of
-    fields stay, because templates ask for them."""
+    """The value, with texts that no special token can come from: the spaces of each are left, and its length if that is
+    short. Names of fields stay, because templates ask for them."""
     if isinstance(value, str):
         return re.sub(r"\S", "x", value if len(value) <= 64 else value[:32] + value[-32:])
     if isinstance(value, Mapping):

@@ -10,13 +10,15 @@ from typing import Any
 LONG = 2**20
 """Characters from which tokenizing a text takes a second or more."""
 _SHRINKS = {"NFC": 4, "ByteLevel": 1, "Prepend": 1}
-"""Normalizers, and how many times longer a text may be than what they make of it. Hangul syllables are a third of their letters."""
+"""Normalizers, and how many times longer a text may be than what they make of it. Hangul syllables are a third of their
+letters."""
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
 """Pre-tokenizers that leave out no character (`Split`: unless it removes what it finds)."""
 
 
 def check_text(tokenizer: Any, text: str, positions: int) -> None:
-    """ValueError if a text has more tokens than `positions`, as far as its length alone tells: a token has so many bytes at most."""
+    """ValueError if a text has more tokens than `positions`, as far as its length alone tells: a token has so many
+    bytes at most."""
     if len(text) * 4 <= positions:
         return
     size = len(text.encode(errors="replace"))
@@ -37,7 +39,8 @@ def least_tokens(tokenizer: Any, text: str) -> int:
 
 
 class LongestToken:
-    """The most bytes of a text that one token stands for. spaces: whether a token may take any number of spaces beside it as well."""
+    """The most bytes of a text that one token stands for. spaces: whether a token may take any number of spaces beside
+    it as well."""
 
     def __init__(self, size: int, spaces: bool):
         self.bytes, self.spaces = size, spaces
@@ -87,7 +90,8 @@ def _factor(normalizer: Mapping[str, Any]) -> int | None:
 
 
 def _reads_everything(model: Mapping[str, Any], of_bytes: bool) -> bool:
-    """Whether each character of a text becomes a part of a token: none is left out, and unknown ones in a row are not one token."""
+    """Whether each character of a text becomes a part of a token: none is left out, and unknown ones in a row are not
+    one token."""
     if of_bytes:
         return model["type"] == "BPE" and len(model["vocab"]) >= 256 and not _affixes(model)
     if model["type"] == "BPE":

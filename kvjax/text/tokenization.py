@@ -21,12 +21,12 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Mapping[str, Any]
 
 
 def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] | None = None, *, parse_special: bool = False) -> TokenIds:
-    """Token ids of a prompt. `TokenIds` stay as they are, other ids are looked at once, and messages go through the chat template
-    (`kvjax.text.messages.chat_ids`).
+    """Token ids of a prompt. `TokenIds` stay as they are, other ids are looked at once, and messages go through the
+    chat template (`kvjax.text.messages.chat_ids`).
 
-    parse_special: whether special tokens in the contents of messages are control tokens, and not plain text; in a text they always are.
-    Logs a warning if a text begins with the beginning-of-sequence token and the tokenizer adds another. ValueError for anything else, and
-    for text or messages that the model's tokenizer cannot read.
+    parse_special: whether special tokens in the contents of messages are control tokens, and not plain text; in a text
+    they always are. Logs a warning if a text begins with the beginning-of-sequence token and the tokenizer adds
+    another. ValueError for anything else, and for text or messages that the model's tokenizer cannot read.
     """
     if isinstance(prompt, Mapping):
         prompt = _rows(prompt)
@@ -76,7 +76,8 @@ def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 
 def _is_listed(prompts: Any) -> bool:
-    """Whether there are items in an order: not so for None, a number, a generator, a set, and an array of no dimension."""
+    """Whether there are items in an order: not so for None, a number, a generator, a set, and an array of no
+    dimension."""
     try:
         return len(prompts) >= 0 and hasattr(prompts, "__getitem__")
     except TypeError:  # an array of no dimension has the method, too

@@ -1,4 +1,5 @@
-"""The tokenizer in a model's folder, read by transformers. Code that comes with a checkpoint is never run, and nobody is asked about it."""
+"""The tokenizer in a model's folder, read by transformers. Code that comes with a checkpoint is never run, and nobody
+is asked about it."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 def read_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder.
 
-    Where there is a tokenizer.json it is used as it is: `AutoTokenizer` would rebuild it as the model family's own tokenizer, which may
-    split text into other tokens. If tokenizer_config.json names code of the checkpoint (`auto_map`), the code is not run: with a
-    tokenizer.json a warning says so, without one this raises ValueError. ValueError also for files that are missing or damaged.
+    Where there is a tokenizer.json it is used as it is: `AutoTokenizer` would rebuild it as the model family's own
+    tokenizer, which may split text into other tokens. If tokenizer_config.json names code of the checkpoint
+    (`auto_map`), the code is not run: with a tokenizer.json a warning says so, without one this raises ValueError.
+    ValueError also for files that are missing or damaged.
     """
     found = [name for name in VOCABULARIES if is_file(folder / name)]
     settings = {name: read_json(folder / name) for name in SETTINGS if is_file(folder / name)}

@@ -9,7 +9,8 @@ ADVICE = "PyTorch was not found"
 
 
 def import_transformers() -> ModuleType:
-    """The package. Its first import prints advice to install PyTorch, which kvjax does not need. Only that line is suppressed.
+    """The package. Its first import prints advice to install PyTorch, which kvjax does not need. Only that line is
+    suppressed.
 
     The user's log levels and environment do not change.
     """

@@ -1,1 +1,2 @@
-"""GGUF files, llama.cpp's format: configuration, weights, tokenizer and chat template in one file, or in several shards."""
+"""GGUF files, llama.cpp's format: configuration, weights, tokenizer and chat template in one file, or in several
+shards."""

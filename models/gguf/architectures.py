@@ -1,7 +1,8 @@
 """llama.cpp's architectures: how a file's metadata becomes config.json's fields, and its tensors Hugging Face's.
 
-A new family is an entry of `ARCHITECTURES`: its model_type, the leaves of its tensors' names that differ from `LAYER`, and what llama.cpp's
-converter does to its numbers. Sources: llama.cpp's convert_hf_to_gguf.py, transformers' modeling_gguf_pytorch_utils and integrations.gguf.
+A new family is an entry of `ARCHITECTURES`: its model_type, the leaves of its tensors' names that differ from `LAYER`,
+and what llama.cpp's converter does to its numbers. Sources: llama.cpp's convert_hf_to_gguf.py, transformers'
+modeling_gguf_pytorch_utils and integrations.gguf.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ APART = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
-"""Matrices that a file stores as one, with the parts that they are cut into: rows are cut, so that blocks stay packed."""
+"""Matrices that a file stores as one, with the parts that they are cut into: rows are cut, so that blocks stay
+packed."""
 
 _NAME = re.compile(r"blk\.(\d{1,6})\.(.+?)(\.weight|\.bias|)")
 
@@ -55,10 +57,11 @@ _NAME = re.compile(r"blk\.(\d{1,6})\.(.+?)(\.weight|\.bias|)")
 class Architecture:
     """One architecture of llama.cpp.
 
-    model_type: of the family (`kvjax.models.families`). layer: entries that extend or replace `LAYER`. paired: whether rows of q and k are
-    stored so that RoPE turns neighbours: they are put back into two halves. norm_offset: what the file's norms have on top of Hugging
-    Face's. fields: config.json's fields beside the shared ones. layers: how many there are; blocks after them are not read. tensor: what
-    else is done to a tensor of Hugging Face's name, if anything. type_of: the family, where the metadata chooses between several.
+    model_type: of the family (`kvjax.models.families`). layer: entries that extend or replace `LAYER`. paired: whether
+    rows of q and k are stored so that RoPE turns neighbours: they are put back into two halves. norm_offset: what the
+    file's norms have on top of Hugging Face's. fields: config.json's fields beside the shared ones. layers: how many
+    there are; blocks after them are not read. tensor: what else is done to a tensor of Hugging Face's name, if
+    anything. type_of: the family, where the metadata chooses between several.
     """
 
     model_type: str
@@ -71,7 +74,8 @@ class Architecture:
     type_of: Callable[[Metadata], str] | None = None
 
     def hf_name(self, name: str) -> str | None:
-        """A tensor's name in Hugging Face's checkpoints; None for one that is not read, and the file's name for an unknown one."""
+        """A tensor's name in Hugging Face's checkpoints; None for one that is not read, and the file's name for an
+        unknown one."""
         if name in (rope.FACTORS, rope.LONG, rope.SHORT):
             return None
         if name in OUTSIDE:
@@ -85,7 +89,8 @@ class Architecture:
 
 
 def architecture_of(header: Header) -> tuple[Architecture, Metadata]:
-    """The architecture of a file. ValueError, with a remedy, for one that is not supported, and for files that hold no language model."""
+    """The architecture of a file. ValueError, with a remedy, for one that is not supported, and for files that hold no
+    language model."""
     metadata = Metadata(header)
     name, kind = metadata.architecture, header.metadata.get("general.type", "model")
     if kind in OTHER_KINDS or name in OTHER_KINDS:
@@ -117,7 +122,8 @@ OTHER_KINDS = {
 
 
 def fields_of(header: Header) -> dict[str, Any]:
-    """config.json's fields, as far as the file says them; what it does not say has llama.cpp's default. ValueError that names the key."""
+    """config.json's fields, as far as the file says them; what it does not say has llama.cpp's default. ValueError that
+    names the key."""
     architecture, metadata = architecture_of(header)
     if "token_embd.weight" not in header.tensors:
         what = "a vocabulary only" if not header.tensors else "no token_embd.weight"
@@ -184,8 +190,8 @@ def tensors_of(header: Header) -> dict[str, GgufTensor]:
 
 
 def _apart(architecture: Architecture, metadata: Metadata, name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
-    """The tensors that a stored one holds on top of each other: itself, unless it is one of `APART` that the family's own checkpoints do
-    not have (`kvjax.models.fused` cuts those). ValueError for other sizes."""
+    """The tensors that a stored one holds on top of each other: itself, unless it is one of `APART` that the family's
+    own checkpoints do not have (`kvjax.models.fused` cuts those). ValueError for other sizes."""
     fused = next((each for each in APART if re.search(rf"\.{each}\.(weight|bias)$", name)), None)
     if fused is None:
         return {name: tensor}
@@ -203,7 +209,8 @@ def _apart(architecture: Architecture, metadata: Metadata, name: str, tensor: Gg
 
 
 def _halved(tensor: GgufTensor, heads: int) -> GgufTensor:
-    """With rows in Hugging Face's order: the two numbers that RoPE turns lie side by side in the file, and half a head apart here."""
+    """With rows in Hugging Face's order: the two numbers that RoPE turns lie side by side in the file, and half a head
+    apart here."""
     rows = tensor.shape[0]
     if rows % (2 * heads):
         raise ValueError(f"{tensor.entry.file}: {tensor.name} has {rows} rows, which are not {heads} heads of even size; download it again")

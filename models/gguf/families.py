@@ -1,6 +1,7 @@
 """What each family's files say beside the shared keys, as fields of config.json.
 
-Where a file leaves a value out, it has llama.cpp's default. Sources: `load_arch_hparams` of llama.cpp's src/models, and its converter.
+Where a file leaves a value out, it has llama.cpp's default. Sources: `load_arch_hparams` of llama.cpp's src/models, and
+its converter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from kvjax.models.gguf.metadata import Metadata, says_something
 
 
 def layer_types(metadata: Metadata, every: int) -> list[str]:
-    """The kind of each layer. every: of so many layers one has no window, unless the file says otherwise. ValueError for a bad pattern."""
+    """The kind of each layer. every: of so many layers one has no window, unless the file says otherwise. ValueError
+    for a bad pattern."""
     key = "attention.sliding_window_pattern"
     count, pattern = metadata.layers, metadata.get(key, every, lists=True)
     if isinstance(pattern, np.ndarray) and len(pattern) == count:

@@ -1,4 +1,5 @@
-"""GGUF files as checkpoints (`kvjax.models.checkpoint.Checkpoint`): which files belong together, and what `kvjax.load` reads from them."""
+"""GGUF files as checkpoints (`kvjax.models.checkpoint.Checkpoint`): which files belong together, and what `kvjax.load`
+reads from them."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class GgufFile:
         return read_vocabulary(self.header)
 
     def number_type(self) -> str:
-        """The type that numbers have with dtype="auto": that of the matrices, or bfloat16 if they are packed. Norms are float32 in any."""
+        """The type that numbers have with dtype="auto": that of the matrices, or bfloat16 if they are packed. Norms are
+        float32 in any."""
         matrices = [entry.type for entry in self.header.tensors.values() if len(entry.shape) > 1]
         kinds = {FLOATS.get(kind, "BF16") for kind in matrices}
         return kinds.pop() if len(kinds) == 1 else "BF16"
@@ -107,7 +109,8 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def model_in(folder: Path) -> Path | None:
-    """The GGUF model in a folder; None: there is none. Projectors and adapters beside it do not count. ValueError for several models."""
+    """The GGUF model in a folder; None: there is none. Projectors and adapters beside it do not count. ValueError for
+    several models."""
     files = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.lower().startswith("mmproj") and is_file(path))
     models = {(shard[1], shard[3]) if (shard := _SHARD.fullmatch(path.name)) else path: path for path in reversed(files)}
     if len(models) > 1:

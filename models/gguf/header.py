@@ -1,10 +1,12 @@
 """Reads what a GGUF file says of itself: its metadata, and where its tensors are.
 
-Layout (little endian): "GGUF", version u32, tensors u64, entries u64; the entries: key, type u32, value; the tensors: name, axes u32, sizes
-u64 (the contiguous axis first), type u32, offset u64; the data, aligned. A string is its length u64 and UTF-8. Source: ggml's docs/gguf.md.
+Layout (little endian): "GGUF", version u32, tensors u64, entries u64; the entries: key, type u32, value; the tensors:
+name, axes u32, sizes u64 (the contiguous axis first), type u32, offset u64; the data, aligned. A string is its length
+u64 and UTF-8. Source: ggml's docs/gguf.md.
 
-The reader of the `gguf` package loops and allocates as the counts in the file say, and slices past its end. This one compares every count
-with the bytes that are left, so a damaged file costs no more than a whole one. Types and their sizes are the package's.
+The reader of the `gguf` package loops and allocates as the counts in the file say, and slices past its end. This one
+compares every count with the bytes that are left, so a damaged file costs no more than a whole one. Types and their
+sizes are the package's.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from pallas_kernels.core.messages import shown
 DAMAGED = "the file is damaged: download it again"
 
 MAX_ENTRIES, MAX_TENSORS, MAX_ITEMS, MAX_AXES = 1 << 16, 1 << 20, 1 << 24, 4
-"""Entries of metadata, tensors, items of one entry and axes of a tensor that are read. Large models have some 60, 2,000, 600,000 and 3."""
+"""Entries of metadata, tensors, items of one entry and axes of a tensor that are read. Large models have some 60,
+2,000, 600,000 and 3."""
 
 MAX_ALIGNMENT = 1 << 20
 
@@ -83,7 +86,8 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """The header of a GGUF file. ValueError, in a sentence with the file's name, for anything else, and for a damaged one."""
+    """The header of a GGUF file. ValueError, in a sentence with the file's name, for anything else, and for a damaged
+    one."""
     check_pointer(file)
     with named(file), open(file, "rb") as opened:
         size = opened.seek(0, 2)

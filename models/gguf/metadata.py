@@ -34,12 +34,14 @@ HARMLESS = frozenset(
 
 
 def says_something(value: Any) -> bool:
-    """Whether a value is not 0, false, empty, or a list of such. Texts stay a list: an array would give each the room of the longest."""
+    """Whether a value is not 0, false, empty, or a list of such. Texts stay a list: an array would give each the room
+    of the longest."""
     return any(value) if isinstance(value, list) else bool(np.any(value))
 
 
 class Metadata:
-    """A file's metadata under the keys of its architecture. Errors name file and key. read: the keys that were asked for."""
+    """A file's metadata under the keys of its architecture. Errors name file and key. read: the keys that were asked
+    for."""
 
     def __init__(self, header: Header):
         self.header, self.entries = header, header.metadata
@@ -47,8 +49,8 @@ class Metadata:
         self.read: set[str] = set()
 
     def check_all_read(self) -> None:
-        """ValueError for a key that llama.cpp reads and nobody asked for; a warning for keys that it does not know either. Values of 0,
-        false and none change nothing."""
+        """ValueError for a key that llama.cpp reads and nobody asked for; a warning for keys that it does not know
+        either. Values of 0, false and none change nothing."""
         prefix = f"{self.architecture}."
         names = sorted(key.removeprefix(prefix) for key in self.entries if key.startswith(prefix))
         left = [name for name in names if name not in self.read | HARMLESS and says_something(self.entries[prefix + name])]
@@ -73,7 +75,8 @@ class Metadata:
         )
 
     def get(self, key: str, default: Any = None, *, lists: bool = False) -> Any:
-        """A value of this architecture; default: if there is none. ValueError for a list, unless `lists` says that there may be one."""
+        """A value of this architecture; default: if there is none. ValueError for a list, unless `lists` says that
+        there may be one."""
         self.read.add(key)
         value = self.entries.get(f"{self.architecture}.{key}", default)
         if not lists and isinstance(value, list | np.ndarray):
@@ -123,7 +126,8 @@ class Metadata:
         return self.size("attention.key_length", max(1, self.size("embedding_length") // self.heads))
 
     def token(self, name: str) -> int | None:
-        """The id of a special token, `tokenizer.ggml.NAME_token_id`; None if there is none, or none of the vocabulary's."""
+        """The id of a special token, `tokenizer.ggml.NAME_token_id`; None if there is none, or none of the
+        vocabulary's."""
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.entries.get(key)
         if value is None:

@@ -1,7 +1,9 @@
-"""What llama.cpp's converter does to Qwen3.5, undone: value heads in another order, decays as numbers below 0, convolutions of two axes.
+"""What llama.cpp's converter does to Qwen3.5, undone: value heads in another order, decays as numbers below 0,
+convolutions of two axes.
 
-Its Gated DeltaNet layers repeat keys for value heads as ggml repeats rows: the value heads of all keys in turn (v0 of k0, v0 of k1, v1 of
-k0, ...), where Hugging Face has those of one key together. Source: `_LinearAttentionVReorderBase` of llama.cpp's converter.
+Its Gated DeltaNet layers repeat keys for value heads as ggml repeats rows: the value heads of all keys in turn (v0 of
+k0, v0 of k1, v1 of k0, ...), where Hugging Face has those of one key together. Source: `_LinearAttentionVReorderBase`
+of llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ NAMES = {
 
 
 def fields_of(metadata: Metadata) -> dict[str, Any]:
-    """config.json's fields beside the shared ones. Layers of multi-token prediction, which the file counts too, are not read."""
+    """config.json's fields beside the shared ones. Layers of multi-token prediction, which the file counts too, are not
+    read."""
     values, inner = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
     metadata.get("rope.dimension_sections", lists=True)  # which axis of an image turns which pair: of a text all are alike
     if inner % values:

@@ -1,7 +1,8 @@
 """RoPE's scaling in a GGUF file: in its metadata, or as factors of the frequencies that a tensor holds.
 
-llama.cpp multiplies cos and sin by the square root of what the length's growth gives (`rope.scaling.attn_factor`), and takes the scaling
-for linear where the file names none. Sources: llama.cpp's llama-model.cpp and llama-context.cpp, and its converter.
+llama.cpp multiplies cos and sin by the square root of what the length's growth gives (`rope.scaling.attn_factor`), and
+takes the scaling for linear where the file names none. Sources: llama.cpp's llama-model.cpp and llama-context.cpp, and
+its converter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ YARN = {
 
 
 def scaling_of(header: Header, metadata: Metadata, theta: float, rotated: int) -> dict[str, Any] | None:
-    """RoPE's scaling as config.json has it; None: there is none. rotated: elements of a head. ValueError that names the key or tensor."""
+    """RoPE's scaling as config.json has it; None: there is none. rotated: elements of a head. ValueError that names the
+    key or tensor."""
     kind = metadata.get("rope.scaling.type", "linear")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0)) or 1.0
     attention = metadata.number("rope.scaling.attn_factor", 1.0) if metadata.get("rope.scaling.attn_factor") else None
@@ -82,8 +84,8 @@ def _numbers(entry: Entry, rotated: int) -> np.ndarray:
 def _llama3(entry: Entry, theta: float, rotated: int) -> dict[str, Any] | None:
     """The scaling `llama3` whose factors these are. ValueError if they are those of no such scaling.
 
-    The converter wrote 1 for short waves, the factor for long ones, and 1 / ((1 - s) / factor + s) between, where s is linear in
-    the inverse of the wave's length: s = (length / wave - low) / (high - low).
+    The converter wrote 1 for short waves, the factor for long ones, and 1 / ((1 - s) / factor + s) between, where s is
+    linear in the inverse of the wave's length: s = (length / wave - low) / (high - low).
     """
     stored = _numbers(entry, rotated)
     factor = float(str(np.float32(stored.max())))

@@ -1,8 +1,8 @@
 """How byte-level vocabularies split text before merging, by `tokenizer.ggml.pre`.
 
-llama.cpp knows each tokenizer by such a name. The expressions are those of the original tokenizers, as its source quotes them
-(llama-vocab.cpp); where its own differ, they only approximate these, because its engine lacks \\p{M} and \\p{Lu}. Names that are not here
-are refused: another split gives other tokens, and worse answers without a word.
+llama.cpp knows each tokenizer by such a name. The expressions are those of the original tokenizers, as its source
+quotes them (llama-vocab.cpp); where its own differ, they only approximate these, because its engine lacks \\p{M} and
+\\p{Lu}. Names that are not here are refused: another split gives other tokens, and worse answers without a word.
 """
 
 from __future__ import annotations

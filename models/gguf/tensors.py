@@ -1,6 +1,8 @@
-"""Tensors of a GGUF file as loading sees them: rows are widened when they are read, or keep their codes if one of our formats holds them.
+"""Tensors of a GGUF file as loading sees them: rows are widened when they are read, or keep their codes if one of our
+formats holds them.
 
-Q8_0 is int8 in blocks of 32 columns, and Q4_0 is int4 in such blocks; their scales are float16. Others are widened by the `gguf` package.
+Q8_0 is int8 in blocks of 32 columns, and Q4_0 is int4 in such blocks; their scales are float16. Others are widened by
+the `gguf` package.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ WIDENED = (
 
 @dataclasses.dataclass(frozen=True)
 class HalfScales(MatrixFormat):
-    """A format of a GGUF file with the dtype that its scales have there, for counting bytes. Matrices have the plain format."""
+    """A format of a GGUF file with the dtype that its scales have there, for counting bytes. Matrices have the plain
+    format."""
 
     @property
     def scale_dtype(self) -> jnp.dtype:
@@ -45,8 +48,8 @@ FORMATS = {Type.Q8_0: MatrixFormat("int8", 1, 32), Type.Q4_0: MatrixFormat("int4
 class GgufTensor:
     """A tensor of a file, under its name in Hugging Face's checkpoints (see `kvjax.models.tensors.Tensor`).
 
-    order: the file's row of each row; None: as they are. columns: the file's column of each column; None: as they are. change: what is
-    done to the numbers, float32. shape: what `read` gives.
+    order: the file's row of each row; None: as they are. columns: the file's column of each column; None: as they are.
+    change: what is done to the numbers, float32. shape: what `read` gives.
     """
 
     entry: Entry

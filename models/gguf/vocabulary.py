@@ -1,8 +1,9 @@
 """The tokenizer in a GGUF file's metadata, built with the `tokenizers` library as the original one is.
 
-Byte-level vocabularies (`tokenizer.ggml.model` "gpt2") bring their merges; how they split text says `splits`. SentencePiece's ("llama")
-bring scores, from which the merges follow: the best-scored token is merged first. Sources: llama.cpp's llama-vocab.cpp, whose results the
-tests compare with; transformers' integrations.gguf, which knows fewer splits.
+Byte-level vocabularies (`tokenizer.ggml.model` "gpt2") bring their merges; how they split text says `splits`.
+SentencePiece's ("llama") bring scores, from which the merges follow: the best-scored token is merged first. Sources:
+llama.cpp's llama-vocab.cpp, whose results the tests compare with; transformers' integrations.gguf, which knows fewer
+splits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ REMEDY = "in Python, tokenizer=False loads the model alone"
 
 
 def read_vocabulary(header: Header) -> Any:
-    """The tokenizer of a file, with its chat templates, as transformers has it. ValueError for one that is missing, unknown or damaged."""
+    """The tokenizer of a file, with its chat templates, as transformers has it. ValueError for one that is missing,
+    unknown or damaged."""
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ValueError(f"{header.file} holds no tokenizer (no tokenizer.ggml.model): take a file that has one")

@@ -27,8 +27,8 @@ def attend_heads(
 
 
 def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tokens: Tokens):
-    """Queries and keys, rotated and in some models normalised, values, and gates or None: [B, T, heads, D]. Keys and values are None in a
-    layer that reads another's."""
+    """Queries and keys, rotated and in some models normalised, values, and gates or None: [B, T, heads, D]. Keys and
+    values are None in a layer that reads another's."""
     rotation = tokens.rotation(config.rope)
     names = ("q", "k", "v") if config.share_with is None else ("q",)
     x, options = norm_before(x, params.get("attn_norm"), tokens)

@@ -1,11 +1,12 @@
 """Multi-head latent attention with a lightning indexer, as DeepSeek-V3.2 has it.
 
-Attention runs on the cached rows. A head's query is mapped into the latents' space by the transpose of its key map ("absorbed"), so that
-all heads read one row of C + R elements. The result, a weighted sum of latents, is then mapped to values. The caller of the decoder decides
-which tokens they read.
+Attention runs on the cached rows. A head's query is mapped into the latents' space by the transpose of its key map
+("absorbed"), so that all heads read one row of C + R elements. The result, a weighted sum of latents, is then mapped to
+values. The caller of the decoder decides which tokens they read.
 
-Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix B) for latents and absorption; DeepSeek-V3.2-Exp technical report
-(DeepSeek-AI, 2025), section 1, for the indexer; details as in transformers' `DeepseekV32Attention`, which the tests compare with.
+Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix B) for latents and absorption; DeepSeek-V3.2-Exp
+technical report (DeepSeek-AI, 2025), section 1, for the indexer; details as in transformers' `DeepseekV32Attention`,
+which the tests compare with.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def attend_latents(
 ) -> tuple[Float[Array, "B T H*Dv"], Any]:
     """See `kvjax.models.decoder.MIXERS`.
 
-    The indexer is neither rounded to 8 bits nor multiplied by a Hadamard matrix first, as DeepSeek's own inference does with queries and
-    keys (dot products are the same).
+    The indexer is neither rounded to 8 bits nor multiplied by a Hadamard matrix first, as DeepSeek's own inference does
+    with queries and keys (dot products are the same).
     """
     x = rms_norm(x, params["attn_norm"], tokens.norm_eps, tokens.norm_offset)
     rotation = tokens.rotation(config.rope)
@@ -47,8 +48,8 @@ def attend_latents(
 
 
 def causal_latents(given: Latents) -> Float[Array, "B T H C"]:
-    """Attention within each row of the batch, which is a sequence: each token reads the `topk` tokens up to itself that score best; of
-    equal scores the earlier. Memory: T x T per head."""
+    """Attention within each row of the batch, which is a sequence: each token reads the `topk` tokens up to itself that
+    score best; of equal scores the earlier. Memory: T x T per head."""
     count, asked = given.row.shape[1], given.indexer
     precision = jax.lax.Precision.HIGHEST
     dots = jnp.einsum("bthd,bsd->bths", asked.q, asked.k, precision=precision, preferred_element_type=jnp.float32)
@@ -94,7 +95,8 @@ def _absorbed(
 
 
 def _rotate_pairs(x: Float[Array, "B T N R"], rotation: Rotation) -> Float[Array, "B T N R"]:
-    """RoPE on neighbouring pairs (2i, 2i + 1), as the attention of DeepSeek's checkpoints is laid out; the result has evens, then odds."""
+    """RoPE on neighbouring pairs (2i, 2i + 1), as the attention of DeepSeek's checkpoints is laid out; the result has
+    evens, then odds."""
     return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), *rotation)
 
 

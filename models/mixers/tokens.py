@@ -23,8 +23,8 @@ MixHere = Callable[[LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """positions: absolute. norm_eps, norm_offset: of every norm. centered_norms: `ModelConfig.centered_norms`. shards: of a mesh, on whose
-    devices the layers are split; None: one."""
+    """positions: absolute. norm_eps, norm_offset: of every norm. centered_norms: `ModelConfig.centered_norms`. shards:
+    of a mesh, on whose devices the layers are split; None: one."""
 
     positions: Int[Array, "B T"]
     norm_eps: float

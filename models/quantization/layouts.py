@@ -1,7 +1,8 @@
-"""How packed matrices lie in the tensors of a checkpoint: by layout, which tensors a matrix [F, E] has, and how rows of it are read.
+"""How packed matrices lie in the tensors of a checkpoint: by layout, which tensors a matrix [F, E] has, and how rows of
+it are read.
 
-Rows are read as `Affine`: codes, with scales and zeros of groups of g inputs. Words are int32; codes of b bits lie in them one after the
-other, lowest bits first, also across words.
+Rows are read as `Affine`: codes, with scales and zeros of groups of g inputs. Words are int32; codes of b bits lie in
+them one after the other, lowest bits first, also across words.
 
     plain      weight [F, E] int8 or e4m3; weight_scale or weight_scale_inv, a factor: one number, [F, 1] or [blocks of F, blocks of E], in
                floats or, of mxfp8, uint8 exponents of e8m0; int8 may have a weight_zero_point of the scales' shape
@@ -16,10 +17,12 @@ other, lowest bits first, also across words.
                scales [E/g, F]; g_idx [E]: the group of each input
     bnb8       weight [F, E] int8; SCB [F]: the largest number of a row
 
-Without zeros of its own a code is signed, as it is multiplied. `nested` has bitsandbytes' 4 bits, and `torchao` what torchao stores.
+Without zeros of its own a code is signed, as it is multiplied. `nested` has bitsandbytes' 4 bits, and `torchao` what
+torchao stores.
 
-Sources: compressed-tensors' `compressors`, AutoAWQ's `WQLinear_GEMM`, `WQLinear_GEMV` and `WQLinear_GEMVFast`, AutoGPTQ's `QuantLinear`,
-transformers' `finegrained_fp8`, `fbgemm_fp8` and `mxfp4`, bitsandbytes' `int8_vectorwise_dequant`.
+Sources: compressed-tensors' `compressors`, AutoAWQ's `WQLinear_GEMM`, `WQLinear_GEMV` and `WQLinear_GEMVFast`,
+AutoGPTQ's `QuantLinear`, transformers' `finegrained_fp8`, `fbgemm_fp8` and `mxfp4`, bitsandbytes'
+`int8_vectorwise_dequant`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ AGAIN = "download the model again"
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix as a checkpoint holds it: the tensors by their names in the layout. shape: (F, E), as the model needs it."""
+    """A matrix as a checkpoint holds it: the tensors by their names in the layout. shape: (F, E), as the model needs
+    it."""
 
     module: str
     rule: Rule
@@ -58,7 +62,8 @@ class StoredMatrix:
         return 1 if self.rule.columns is None else -(-self.shape[1] // self.rule.columns)
 
     def columns(self, name: str) -> np.ndarray:
-        """The group of each input `[E]`, which the tensor `name` says if it is stored. ValueError for a group that there is not."""
+        """The group of each input `[E]`, which the tensor `name` says if it is stored. ValueError for a group that
+        there is not."""
         inputs = self.shape[1]
         if name not in self.parts:
             return np.arange(inputs) // (self.rule.columns or inputs)
@@ -80,7 +85,8 @@ class StoredMatrix:
             raise ValueError(f"{said}, must be {' or '.join(str(list(shape)) for shape in shapes)} in {', '.join(dtypes)}: {AGAIN}")
 
     def factors(self, array: np.ndarray, name: str, blocks: tuple[int, int]) -> np.ndarray:
-        """One number for each block `[blocks]`; axes of 1 may be left out, and one number counts for all. ValueError for another shape."""
+        """One number for each block `[blocks]`; axes of 1 may be left out, and one number counts for all. ValueError
+        for another shape."""
         if array.size == 1:
             return np.broadcast_to(array.reshape(1, 1), blocks)
         if tuple(n for n in array.shape if n > 1) != tuple(n for n in blocks if n > 1):
@@ -92,8 +98,8 @@ class StoredMatrix:
 class Affine:
     """Rows of a matrix: `(codes - zeros) * scales + offsets`, where these are of the group of the column.
 
-    codes: whole numbers [n, E], signed where zeros is None, and else from 0. scales: [n, G], as they are stored. zeros: whole numbers
-    [n, G]. offsets: [n, G]. columns: the group of each column [E].
+    codes: whole numbers [n, E], signed where zeros is None, and else from 0. scales: [n, G], as they are stored. zeros:
+    whole numbers [n, G]. offsets: [n, G]. columns: the group of each column [E].
     """
 
     codes: np.ndarray
@@ -116,7 +122,8 @@ _OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_glo
 
 
 class Layout:
-    """How the tensors of a matrix are read. parts: their names; more: those that it may have. unused: those that are read past."""
+    """How the tensors of a matrix are read. parts: their names; more: those that it may have. unused: those that are
+    read past."""
 
     parts: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
@@ -393,8 +400,9 @@ class _Gemv(Layout):
 
 
 class _GemvFast(Layout):
-    """Four rows lie together: of 64 inputs of each of them, in the order of rows, each number of 16 bits holds four codes in turn. In each
-    32 inputs of a row the order is 0 1 8 9 16 17 24 25 2 3 ..., and then in each 8 of these even places come before odd ones."""
+    """Four rows lie together: of 64 inputs of each of them, in the order of rows, each number of 16 bits holds four
+    codes in turn. In each 32 inputs of a row the order is 0 1 8 9 16 17 24 25 2 3 ..., and then in each 8 of these even
+    places come before odd ones."""
 
     parts = ("qweight", "scales", "qzeros")
 

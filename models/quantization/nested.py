@@ -1,4 +1,5 @@
-"""bitsandbytes' 4 bits: nf4 and fp4, in blocks that follow each other across rows, with scales that may be packed themselves.
+"""bitsandbytes' 4 bits: nf4 and fp4, in blocks that follow each other across rows, with scales that may be packed
+themselves.
 
 Tensors of a matrix [F, E], read as one row of F E numbers:
 
@@ -65,7 +66,8 @@ class Bnb4(Layout):
                 raise ValueError(f"{matrix.module} has a weight.quant_map that is not that of {state['quant_type']}: {AGAIN}")
 
     def state(self, matrix: StoredMatrix) -> dict[str, Any]:
-        """What the JSON says, checked: quant_type, blocksize, and of nested scales nested_blocksize and nested_offset."""
+        """What the JSON says, checked: quant_type, blocksize, and of nested scales nested_blocksize and
+        nested_offset."""
         kinds = [kind for kind in _CODES if _STATE + kind in matrix.parts]
         if len(kinds) != 1:
             raise ValueError(f"{matrix.module} is stored packed without {_STATE}nf4 or fp4, or with both: {AGAIN}")

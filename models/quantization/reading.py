@@ -1,4 +1,5 @@
-"""Finds packed matrices in a checkpoint and reads them: kept packed (`PackedSource`), or widened while they are loaded (`Widened`)."""
+"""Finds packed matrices in a checkpoint and reads them: kept packed (`PackedSource`), or widened while they are loaded
+(`Widened`)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _LARGEST_CODE = np.float32(448)
 
 @dataclasses.dataclass(frozen=True)
 class PackedSource:
-    """A packed matrix of a checkpoint that stays packed. format: in memory. has_zeros: whether its blocks have zeros of their own."""
+    """A packed matrix of a checkpoint that stays packed. format: in memory. has_zeros: whether its blocks have zeros of
+    their own."""
 
     matrix: StoredMatrix
     format: MatrixFormat
@@ -66,7 +68,8 @@ class PackedSource:
 
 @dataclasses.dataclass(frozen=True)
 class Widened:
-    """A packed matrix that none of our formats holds: a tensor (`kvjax.models.tensors.Tensor`) of its numbers in float32."""
+    """A packed matrix that none of our formats holds: a tensor (`kvjax.models.tensors.Tensor`) of its numbers in
+    float32."""
 
     widened = True
     """What is stored has no type in common with other tensors."""
@@ -104,8 +107,8 @@ _MARKS = ("weight_packed", "qweight", "weight_blocks", "_weight_qdata", "weight.
 
 
 def sources(published: Published, wanted: list[Wanted], tensors: dict[str, Tensor]) -> tuple[dict[str, PackedSource], dict[str, Tensor]]:
-    """The matrices that stay packed, by the name of the parameter, and the other tensors, those that are widened among them. A matrix that
-    is stored in 16 or 32 bits is not packed.
+    """The matrices that stay packed, by the name of the parameter, and the other tensors, those that are widened among
+    them. A matrix that is stored in 16 or 32 bits is not packed.
 
     The ValueError names a matrix that no rule describes, that lacks a tensor, or whose tensors do not fit.
     """
@@ -151,7 +154,8 @@ def _matrix(published: Published, module: str, each: Wanted, marked: list[str], 
 
 
 def _drop_tied_head(wanted: set[str], found: Mapping[str, PackedSource | Widened], rest: dict[str, Tensor]) -> None:
-    """transformers stores what belongs to a packed embedding for the head too, if that is the same matrix. ValueError if it differs."""
+    """transformers stores what belongs to a packed embedding for the head too, if that is the same matrix. ValueError
+    if it differs."""
     embed, head = TENSORS["embed"], TENSORS["lm_head"].removesuffix(".weight")
     if TENSORS["lm_head"] in wanted or embed not in found:
         return

@@ -1,4 +1,5 @@
-"""Which matrices of a checkpoint are packed, and how: the rules that `schemes` reads from config.json, and what its parsers share."""
+"""Which matrices of a checkpoint are packed, and how: the rules that `schemes` reads from config.json, and what its
+parsers share."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ REMEDY = "load the checkpoint that it was quantized from, with weights='int8', '
 class Rule:
     """Matrices that are stored in one way.
 
-    layout: of the tensors of a matrix (`kvjax.models.quantization.layouts`). format: in memory; None: none of our formats holds them, so
-    they are widened while they are loaded. targets: which modules: class names, module names, or "re:" and a regular expression.
-    zero_shift: GPTQ stores zeros less this. bits: of a code. columns: inputs of a group; None: whole rows. widened: whether config.json
-    says that `format` will not do, as for zeros of 8 bits; the tensors decide. zeros: whether AWQ stores zeros.
+    layout: of the tensors of a matrix (`kvjax.models.quantization.layouts`). format: in memory; None: none of our
+    formats holds them, so they are widened while they are loaded. targets: which modules: class names, module names, or
+    "re:" and a regular expression. zero_shift: GPTQ stores zeros less this. bits: of a code. columns: inputs of a
+    group; None: whole rows. widened: whether config.json says that `format` will not do, as for zeros of 8 bits; the
+    tensors decide. zeros: whether AWQ stores zeros.
     """
 
     layout: str
@@ -38,9 +40,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """Which matrices of a checkpoint are packed. ignore: modules that are not, as `Rule.targets`, or as prefixes and ends of names where
-    `loose`. method: its name in config.json. tables: which of the embedding and the head may be packed. prefixes: `Within.prefixes` of a
-    family: ignore and targets may name modules as the larger model does."""
+    """Which matrices of a checkpoint are packed. ignore: modules that are not, as `Rule.targets`, or as prefixes and
+    ends of names where `loose`. method: its name in config.json. tables: which of the embedding and the head may be
+    packed. prefixes: `Within.prefixes` of a family: ignore and targets may name modules as the larger model does."""
 
     method: str
     rules: tuple[Rule, ...]
@@ -50,7 +52,8 @@ class Published:
     prefixes: tuple[tuple[str, str], ...] = ()
 
     def rule_of(self, module: str) -> Rule | None:
-        """How a module's matrix is packed, if it is; None: no rule names it. module: its name in the family's own checkpoints."""
+        """How a module's matrix is packed, if it is; None: no rule names it. module: its name in the family's own
+        checkpoints."""
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
         # A rule that names the module goes before one that names its class.
         named = [rule for rule in self.rules if self._named(rule.targets, module, _names)]
@@ -63,7 +66,8 @@ class Published:
         return any(matches(entry, name.removesuffix(".")) for name in (tensor, *others) for entry in entries)
 
     def format_of(self, name: str, key: str, shape: tuple[int, ...]) -> MatrixFormat | None:
-        """The format of a parameter in memory, by config.json alone; None: an array. name: the tensor's. key: the parameter's."""
+        """The format of a parameter in memory, by config.json alone; None: an array. name: the tensor's. key: the
+        parameter's."""
         module = name.removesuffix(".weight")
         if len(shape) != 2 or key in UNPACKED or (key in TABLES and key not in self.tables):
             return None
@@ -81,7 +85,8 @@ def _names(target: str, module: str) -> bool:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of a checkpoint matches the beginning of a module's name. ValueError if it does not end in a second."""
+    """Whether a regular expression of a checkpoint matches the beginning of a module's name. ValueError if it does not
+    end in a second."""
     remedy = "correct it, or download the model again"
     try:
         return compiled(pattern).match(module, timeout=1) is not None
@@ -93,7 +98,8 @@ def _matches(pattern: str, module: str) -> bool:
 
 
 def _loosely(entry: str, module: str) -> bool:
-    """As transformers reads `modules_to_not_convert`: a name, the beginning or the end of one, or a regular expression of its beginning."""
+    """As transformers reads `modules_to_not_convert`: a name, the beginning or the end of one, or a regular expression
+    of its beginning."""
     return module.endswith(entry) or _matches(entry, module)
 
 

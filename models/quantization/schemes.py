@@ -1,7 +1,7 @@
 """`quantization_config` of config.json: which matrices a checkpoint holds packed, and how they are stored.
 
-What is not known is refused by name. What is said about activations is not used: they keep the model's compute_dtype. docs/formats.md lists
-what is read.
+What is not known is refused by name. What is said about activations is not used: they keep the model's compute_dtype.
+docs/formats.md lists what is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def split(fields: Fields) -> tuple[Fields, Published | None]:
-    """config.json's fields without `quantization_config`, and what that says. The ValueError names a scheme that cannot be read."""
+    """config.json's fields without `quantization_config`, and what that says. The ValueError names a scheme that cannot
+    be read."""
     outer, inner = dict(fields), fields.get("text_config")
     found = [outer.pop(name) for name in ("quantization_config", "compression_config") if outer.get(name) is not None]
     if isinstance(inner, Mapping) and inner.get("quantization_config") is not None:

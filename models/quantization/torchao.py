@@ -1,4 +1,5 @@
-"""What torchao stores in safetensors: a matrix `weight` is `_weight_qdata`, `_weight_scale` and more, and the file's header says its kind.
+"""What torchao stores in safetensors: a matrix `weight` is `_weight_qdata`, `_weight_scale` and more, and the file's
+header says its kind.
 
 Kinds, of a matrix [F, E] in blocks of b0 x b1, with one scale each:
 
@@ -87,7 +88,8 @@ class TorchAo(Layout):
         return matrix.shape[0] // high, matrix.shape[1] // wide
 
     def format_of(self, matrix: StoredMatrix) -> MatrixFormat | None:
-        """int8 if codes less zeros fit; Float8Tensor stays e4m3; Int4Tensor has zeros that are no codes, and is widened."""
+        """int8 if codes less zeros fit; Float8Tensor stays e4m3; Int4Tensor has zeros that are no codes, and is
+        widened."""
         kind, (high, wide) = self.described(matrix)
         if kind == "Int4Tensor":
             return None

@@ -1,7 +1,7 @@
 """Writes packed matrices as compressed-tensors lays them out: `int-quantized`, `float-quantized` and `pack-quantized`.
 
-`kvjax.load` reads the same numbers back, and transformers opens them, which the tests compare. `reading` describes the layouts. What
-transformers cannot open is refused before anything is written (`check_writable`).
+`kvjax.load` reads the same numbers back, and transformers opens them, which the tests compare. `reading` describes the
+layouts. What transformers cannot open is refused before anything is written (`check_writable`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ EMBED, HEAD = TENSORS["embed"].removesuffix(".weight"), TENSORS["lm_head"].remov
 
 
 def check_writable(matrices: Iterable[tuple[str, MatrixFormat, tuple[int, int], bool]]) -> None:
-    """NotImplementedError, with the first matrix and the remedy, if transformers could not read one of these as they would be written.
+    """NotImplementedError, with the first matrix and the remedy, if transformers could not read one of these as they
+    would be written.
 
     matrices: (name of the tensor, format, shape, whether its blocks have zeros of their own) of each.
     """
@@ -47,8 +48,8 @@ def _unwritable(module: str, own: MatrixFormat, shape: tuple[int, int], zeros: b
 
 
 def tensors_of(name: str, matrix: PackedMatrix, tied: bool = False) -> dict[str, np.ndarray]:
-    """The tensors that hold a matrix, by name, if `check_writable` allows it. name: of the parameter. tied: whether the head is the
-    embedding, whose scales are then written for the head too, because transformers gives it its own."""
+    """The tensors that hold a matrix, by name, if `check_writable` allows it. name: of the parameter. tied: whether the
+    head is the embedding, whose scales are then written for the head too, because transformers gives it its own."""
     module = name.removesuffix(".weight")
     matrix = _as_written(module, matrix)
     codes, scales = np.asarray(matrix.codes), np.asarray(matrix.scales)
@@ -60,7 +61,8 @@ def tensors_of(name: str, matrix: PackedMatrix, tied: bool = False) -> dict[str,
 
 
 def _format_written(module: str, own: MatrixFormat) -> MatrixFormat:
-    """The format in which a matrix is written: transformers cannot read an embedding of 4 bits, so its codes are written in 8."""
+    """The format in which a matrix is written: transformers cannot read an embedding of 4 bits, so its codes are
+    written in 8."""
     return MatrixFormat("int8", own.rows, own.columns) if own.codes == "int4" and module == EMBED else own
 
 
@@ -79,8 +81,8 @@ def _words(pairs: np.ndarray) -> np.ndarray:
 
 
 def fields_of(named: Mapping[str, Array | PackedMatrix]) -> dict[str, Any]:
-    """`quantization_config` for these parameters, by the names of their tensors. A head that is not among them is the embedding, and is
-    described too, because transformers has a module for it."""
+    """`quantization_config` for these parameters, by the names of their tensors. A head that is not among them is the
+    embedding, and is described too, because transformers has a module for it."""
     modules = {name.removesuffix(".weight"): leaf for name, leaf in named.items()}
     modules.setdefault(HEAD, modules[EMBED])
     kinds: dict[MatrixFormat, list[str]] = {}

@@ -1,18 +1,21 @@
 """The named cases: which op, at which shape, under which policy.
 
-A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8`. Over packed pages `@` and their format follow, as in
-`dense/qwen2.5-7b/128k/b8/dense@int8`; the last page of each row is open, and of `chunk` every page of its queries.
+A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8`. Over packed pages `@` and their
+format follow, as in `dense/qwen2.5-7b/128k/b8/dense@int8`; the last page of each row is open, and of `chunk` every page
+of its queries.
 
 dense      gather_attention over every page (dense, paged)
 sparse     selected_attention: selection and attention over the list as one op
 pair       the same as two ops, select_blocks and gather_attention
 gather     gather_attention over a list that is already made
-chunk      prefill: the last queries of each row, at most 8,192, by flash_attention (policy "dense"; "dense:256": the last 256 queries), or
+chunk      prefill: the last queries of each row, at most 8,192, by flash_attention (policy "dense"; "dense:256": the
+last 256 queries), or
            by block_sparse_attention over random lists ("lists:32": 32 blocks of 128 keys, and a window of 1,024)
 select     select_blocks alone
 index      page_index of `tokens` tokens
-append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no page fills)
-project    project_tokens of one token per row; policy: qkv, o, gate-up, down or logits, and a format of packed weights, if they are
+append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no
+page fills) project    project_tokens of one token per row; policy: qkv, o, gate-up, down or logits, and a format of
+packed weights, if they are
            packed, as in gate-up:int8; its tokens are 0
 baseline   dense attention over contiguous keys by another project's kernel; policy: its name
 """
@@ -47,8 +50,9 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds. shortlist: of which selected_attention keeps k; None: it
-    chooses in one stage. codes: the kind of page_index by which it chooses from a shortlist; None: by the keys of the pages."""
+    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds. shortlist: of which selected_attention
+    keeps k; None: it chooses in one stage. codes: the kind of page_index by which it chooses from a shortlist; None: by
+    the keys of the pages."""
 
     block_size: int
     k: int
@@ -82,8 +86,8 @@ FORMATS = ("int8", "int8-channel", "fp8", "int4", "q8_0", "q4_0")
 """Formats of packed pages: a scale per token; "int8-channel": keys with a scale per channel; as ggml defines them."""
 
 PROJECTIONS = ("qkv", "o", "gate-up", "down", "logits")
-"""The projections of a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up; down and residual;
-logits."""
+"""The projections of a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up;
+down and residual; logits."""
 
 PACKED = ("int8", "fp8", "int8:128x128", "fp8:128x128", "int4")
 """Formats of packed weights."""
@@ -103,9 +107,10 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. policy: a key of `BUDGETS` or `REFINED`, "dense", a baseline, for `chunk` also "lists:32" or "dense:" and how
-    many queries, for `index` and `append` "bounds" and the block size (`append` also "open"), for `project` one of `PROJECTIONS`, with ":"
-    and one of `PACKED` if the weights are packed. format: of packed pages, one of `FORMATS`; only for `ATTENDING` and `chunk`."""
+    """One thing to measure. policy: a key of `BUDGETS` or `REFINED`, "dense", a baseline, for `chunk` also "lists:32"
+    or "dense:" and how many queries, for `index` and `append` "bounds" and the block size (`append` also "open"), for
+    `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed. format: of packed pages, one
+    of `FORMATS`; only for `ATTENDING` and `chunk`."""
 
     op: str
     shape: str
@@ -180,7 +185,8 @@ LENGTHS = tuple(n * 1024 for n in (8, 32, 128, 512, 1024))
 
 
 def all_cases() -> list[Case]:
-    """Every case except the baselines, in the order in which they run. Cases of one shape, length and batch come together."""
+    """Every case except the baselines, in the order in which they run. Cases of one shape, length and batch come
+    together."""
     return list(dict.fromkeys(_cases()))
 
 
@@ -191,7 +197,8 @@ def baselines(cases: Iterable[Case], names: Sequence[str]) -> list[Case]:
 
 
 def matching(patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern
+    without a case."""
     cases = all_cases()
     if not patterns:
         return [case for case in cases if case.shape != "tiny"]

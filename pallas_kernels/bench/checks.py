@@ -1,4 +1,5 @@
-"""Checks of timed results: errors against float32 references that stream over spans, so that a million tokens fit in memory."""
+"""Checks of timed results: errors against float32 references that stream over spans, so that a million tokens fit in
+memory."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ def streamed_attention(
     block_size: int,
     sm_scale: float,
 ) -> tuple[Float[Array, "B 1 H D"], Float[Array, "B 1 H"]]:
-    """Attention of one query per row over listed blocks and its LSE, in float32 throughout: two passes over spans of the list.
+    """Attention of one query per row over listed blocks and its LSE, in float32 throughout: two passes over spans of
+    the list.
 
-    The first pass finds each row's largest logit, the second sums. Written independently of the ops that it checks. -1 lists no block.
+    The first pass finds each row's largest logit, the second sums. Written independently of the ops that it checks. -1
+    lists no block.
     """
     batch, _, heads, head_dim = q.shape
     kv_heads, page_size, width = pages.kv_heads, pages.page_size, blocks.shape[2]
@@ -68,7 +71,8 @@ def streamed_attention(
 
 
 def _numbers(pages: Pages, at: tuple[Array, Array, Array], own: Array) -> list[Array]:
-    """Keys and values at (page, head, token) in float32, not rounded on the way from codes. own: where they are of the query's own page."""
+    """Keys and values at (page, head, token) in float32, not rounded on the way from codes. own: where they are of the
+    query's own page."""
     found = []
     for codes, scales, format in ((pages.k, pages.k_scales, pages.k_packed), (pages.v, pages.v_scales, pages.v_packed)):
         if format is None:
@@ -112,7 +116,8 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def shared_entries(blocks: Int[Array, "B K W"], other: Int[Array, "B K W"]) -> float:
-    """Share of the blocks listed in `other` that are in the same row and head of `blocks`; 0 where one of them lists more."""
+    """Share of the blocks listed in `other` that are in the same row and head of `blocks`; 0 where one of them lists
+    more."""
     blocks, other = np.asarray(blocks), np.asarray(other)
     pairs = list(zip(blocks.reshape(-1, blocks.shape[-1]), other.reshape(-1, other.shape[-1]), strict=True))
     shared = [len(set(a[a >= 0]) & set(b[b >= 0])) / max((a >= 0).sum(), (b >= 0).sum(), 1) for a, b in pairs]

@@ -1,4 +1,5 @@
-"""Inputs made on the device: pools of random pages, page tables in random order, and enough different sets to exceed the cache."""
+"""Inputs made on the device: pools of random pages, page tables in random order, and enough different sets to exceed
+the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ UNKNOWN_L2_BYTES = 128 * 2**20
 """Assumed for every other device."""
 
 MIN_OPS, MAX_OPS = 8, 48
-"""Ops in one timed program: enough for XLA to capture them as a CUDA graph, but few enough to compile in reasonable time."""
+"""Ops in one timed program: enough for XLA to capture them as a CUDA graph, but few enough to compile in reasonable
+time."""
 
 QUERY_SCALE = 4.0
 """Standard deviation of the queries' elements, and of the logits: softmax is far from flat."""
@@ -48,8 +50,8 @@ FORMATS = {
 
 
 class Pool(NamedTuple):
-    """Pages on the device. index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None. codes: the keys in few bits, for
-    cases that choose from a shortlist."""
+    """Pages on the device. index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None. codes: the
+    keys in few bits, for cases that choose from a shortlist."""
 
     pages: Pages
     index: Float[Array, "N K nb R D"] | None
@@ -70,8 +72,9 @@ def memory_bytes() -> int:
 
 
 def bytes_read(case: Case, keys: int) -> dict[str, int]:
-    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index that it scans or builds, and the
-    codes or keys of a shortlist. `append` reads and writes new tokens, and reads the keys of pages that fill.
+    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index that it scans
+    or builds, and the codes or keys of a shortlist. `append` reads and writes new tokens, and reads the keys of pages
+    that fill.
 
     Queries, outputs, lists and page tables are left out, because they are less than a thousandth.
     """
@@ -109,12 +112,14 @@ def bytes_held(case: Case, copies: int) -> int:
 
 
 def copies_needed(moved: int) -> int:
-    """Different inputs to cycle through, so that reads between two uses of one exceed twice the cache. moved: bytes one op moves."""
+    """Different inputs to cycle through, so that reads between two uses of one exceed twice the cache. moved: bytes one
+    op moves."""
     return min(MAX_OPS, max(1, -(-2 * cache_bytes() // moved)))
 
 
 def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray, "copies B M"]]:
-    """Random keys and values for `copies` batches of the case, the index that it scans or builds, and each batch's page table, on the host.
+    """Random keys and values for `copies` batches of the case, the index that it scans or builds, and each batch's page
+    table, on the host.
 
     Pages lie in random order. Page 0 is NaN, and no table names it.
     """
@@ -155,7 +160,8 @@ def pool_pages(used: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_pages(key: Array, shape: tuple[int, ...], dtype: DTypeLike = DTYPE) -> Float[Array, "N K P D"]:
-    """Normally distributed pages; page 0 is NaN. They are made a chunk at a time, so that little memory is needed besides the result.
+    """Normally distributed pages; page 0 is NaN. They are made a chunk at a time, so that little memory is needed
+    besides the result.
 
     The number of pages, N, is below `CHUNK_PAGES` or a multiple of it; see `pool_pages`.
     """
@@ -177,7 +183,8 @@ def queries(case: Case, count: int, seed: int) -> list[Float[Array, "B T H D"]]:
 
 
 def chunk_lists(case: Case, seed: int) -> Int[np.ndarray, "B C H W"]:
-    """Random lists of a chunk's tiles of 128 queries, alike for the heads of a KV head: blocks between the first one and the window."""
+    """Random lists of a chunk's tiles of 128 queries, alike for the heads of a KV head: blocks between the first one
+    and the window."""
     rng, kv_heads = np.random.default_rng(seed), case.sizes.num_kv_heads
     tiles = range((case.tokens - case.queries) // PAGE_SIZE, case.tokens // PAGE_SIZE)
     lists = [
@@ -188,8 +195,8 @@ def chunk_lists(case: Case, seed: int) -> Int[np.ndarray, "B C H W"]:
 
 
 def new_tokens(case: Case, count: int, seed: int) -> list[tuple[Array, ...]]:
-    """k, v `[B, 1, K, D]` and positions `[B, 1]` of `count` appends. Each goes to another page while there are any, at the page's last
-    position unless the page is to stay open."""
+    """k, v `[B, 1, K, D]` and positions `[B, 1]` of `count` appends. Each goes to another page while there are any, at
+    the page's last position unless the page is to stay open."""
     shape = (case.batch, 1, case.sizes.num_kv_heads, case.sizes.head_dim)
     last = PAGE_SIZE - 1 if case.builds else PAGE_SIZE // 2
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 2), 2 * count)

@@ -58,8 +58,8 @@ def _large_array() -> jax.Array:
 
 
 def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float, read_bytes_per_s: float | None = None) -> dict[str, Any]:
-    """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises. read_bytes_per_s: adds
-    the fraction of this."""
+    """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises.
+    read_bytes_per_s: adds the fraction of this."""
     row = _shape_fields(case)
     figures = {"index": _index, "append": _append, "chunk": _chunk, "project": _project, "baseline": _baseline}.get(case.op, _paged)(
         case, implementation
@@ -73,7 +73,8 @@ def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float, read
 
 
 def torch_rows(cases: Sequence[Case], copy_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Rows of PyTorch's baselines, from a separate process. It needs the device's memory, so the caller must hold none."""
+    """Rows of PyTorch's baselines, from a separate process. It needs the device's memory, so the caller must hold
+    none."""
     requests = [_torch_request(case) for case in cases]
     try:
         answers = torch_sdpa.ask(requests) if requests and torch_sdpa.installed() else {}
@@ -104,8 +105,8 @@ def _torch_figures(case: Case, request: dict[str, Any], answer: dict[str, Any], 
 
 
 def add_speedups(rows: list[dict[str, Any]]) -> None:
-    """Add to each row that attends the fastest baseline of the same shape, tokens and batch, and how many times as long it takes; to each
-    over packed pages how many times as long it takes as the same over unpacked ones."""
+    """Add to each row that attends the fastest baseline of the same shape, tokens and batch, and how many times as long
+    it takes; to each over packed pages how many times as long it takes as the same over unpacked ones."""
     place = ("shape", "tokens", "batch")
     for row in rows:
         own = [r for r in rows if "median_s" in r and r["case"] == row["case"].partition("@")[0] != row["case"]]
@@ -280,7 +281,8 @@ def _append(case: Case, implementation: str | None) -> dict[str, Any]:
 
 
 def _project(case: Case, implementation: str | None) -> dict[str, Any]:
-    """project_tokens, every op with matrices that are not in the cache; and the same by XLA, with which the speed-up is computed."""
+    """project_tokens, every op with matrices that are not in the cache; and the same by XLA, with which the speed-up is
+    computed."""
     moved = projections.weight_bytes(case)
     copies = inputs.copies_needed(moved)
     _check_memory(case, copies, held=copies * moved)

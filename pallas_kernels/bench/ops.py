@@ -20,13 +20,13 @@ from pallas_kernels.selection.page_index import page_index
 from pallas_kernels.selection.select_blocks import select_blocks
 
 Own = tuple[Any, ...]
-"""The arguments that differ between two ops of one program: q, page table, lengths and, for lists, the list; for `append` the tokens,
-their positions and the page table."""
+"""The arguments that differ between two ops of one program: q, page table, lengths and, for lists, the list; for
+`append` the tokens, their positions and the page table."""
 
 
 def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
-    """The op of a case as a function of the pool and one op's own arguments. Ops that attend return out and lse first; `sparse` and `pair`
-    then the list. `append` returns the pool."""
+    """The op of a case as a function of the pool and one op's own arguments. Ops that attend return out and lse first;
+    `sparse` and `pair` then the list. `append` returns the pool."""
     sm_scale = case.sizes.head_dim**-0.5
 
     def select(pool: Pool, q, table, lengths):
@@ -83,8 +83,9 @@ def contiguous_attention(case: Case, implementation: str) -> Callable[[None, Own
 def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], list]:
     """A compiled program that runs the op once for each of `owns`, one after the other, and returns every result.
 
-    As in a decode step, the launches of such a program can be captured as one CUDA graph. A barrier on all of an op's own arguments keeps
-    the order. Without it XLA copies the pages of several ops at once, and reads a page that they share only once.
+    As in a decode step, the launches of such a program can be captured as one CUDA graph. A barrier on all of an op's
+    own arguments keeps the order. Without it XLA copies the pages of several ops at once, and reads a page that they
+    share only once.
     """
     inner = jax.jit(op)
 
@@ -101,7 +102,8 @@ def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], lis
 
 
 def in_place(op: Callable[[Pool, Own], Pool]) -> Callable[[Pool, Sequence[Own]], Pool]:
-    """A compiled program that runs the op once for each of `owns`, each on the pool that the op before returned. DONATES pool."""
+    """A compiled program that runs the op once for each of `owns`, each on the pool that the op before returned.
+    DONATES pool."""
     inner = jax.jit(op)
 
     @functools.partial(jax.jit, donate_argnums=0)

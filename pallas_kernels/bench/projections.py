@@ -42,8 +42,8 @@ def features(case: Case) -> tuple[int, tuple[int, ...]]:
 
 
 def weight_bytes(case: Case) -> int:
-    """Bytes of the matrices, with their scales, which one op reads. Everything else is less than a hundredth, of packed weights less than
-    a tenth."""
+    """Bytes of the matrices, with their scales, which one op reads. Everything else is less than a hundredth, of packed
+    weights less than a tenth."""
     width, counts = features(case)
     if case.packed:
         return sum(FORMATS[case.packed].bytes_of((count, width)) for count in counts)
@@ -88,8 +88,8 @@ def op_of(case: Case, implementation: str | None):
 
 
 def exact(case: Case, own: tuple) -> tuple[jax.Array, ...]:
-    """The results of an op's own arguments: of arrays by the reference on the host; of packed matrices in float32 on the device, from the
-    unpacked numbers, since the reference takes minutes to unpack large ones."""
+    """The results of an op's own arguments: of arrays by the reference on the host; of packed matrices in float32 on
+    the device, from the unpacked numbers, since the reference takes minutes to unpack large ones."""
     if not case.packed:
         return op_of(case, "reference")(None, *own)
     wide = jax.tree.map(lambda y: unpack(y) if is_packed(y) else y.astype(jnp.float32), own, is_leaf=is_packed)

@@ -40,7 +40,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal. Where rows have them, columns more: the fraction of the rate of reads, and times over those of unpacked pages."""
+    """For the terminal. Where rows have them, columns more: the fraction of the rate of reads, and times over those of
+    unpacked pages."""
     more = {
         "of read": [f"{row['fraction_of_read']:.2f}" if "fraction_of_read" in row else "" for row in rows],
         "of unpacked": [f"{row['unpacked']['times']:.3f}" if "unpacked" in row else "" for row in rows],

@@ -28,8 +28,8 @@ def run(
     console: Console,
     baseline_names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every case and return the rows, baselines first. A case that cannot run here has `skipped`, one that raised has `failed`.
-    Rows of `project` have the fraction of the rate of reads too, since they write next to nothing.
+    """Measure every case and return the rows, baselines first. A case that cannot run here has `skipped`, one that
+    raised has `failed`. Rows of `project` have the fraction of the rate of reads too, since they write next to nothing.
 
     implementation: the path to force (`pallas_kernels.core.dispatch.forced`), or "reference"; None takes the usual one.
     baseline_names: which baselines; None takes this backend's.

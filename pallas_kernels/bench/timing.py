@@ -1,10 +1,11 @@
 """How long a compiled function keeps the device busy.
 
-On a GPU the clock is the profiler's trace: start and end of every kernel, also those inside CUDA graphs, so that gaps between the kernels
-of an op count. On a CPU it is the wall clock. Only JAX's public profiler is used (`jax.profiler.trace`, `jax.profiler.ProfileData`).
+On a GPU the clock is the profiler's trace: start and end of every kernel, also those inside CUDA graphs, so that gaps
+between the kernels of an op count. On a CPU it is the wall clock. Only JAX's public profiler is used
+(`jax.profiler.trace`, `jax.profiler.ProfileData`).
 
-A timed program holds `chain` ops, one after the other. The calls of a session are separated by a pause that is much longer than any gap
-inside a call. The ops of a call have the same kernels, so counting kernels separates them.
+A timed program holds `chain` ops, one after the other. The calls of a session are separated by a pause that is much
+longer than any gap inside a call. The ops of a call have the same kernels, so counting kernels separates them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ PAUSE = 3e-3
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel, copy or memset that ran on the device; times in nanoseconds of the trace. graph: number of the CUDA graph that launched
-    it, None if it was launched by itself. size: bytes of a copy, where the trace tells them."""
+    """One kernel, copy or memset that ran on the device; times in nanoseconds of the trace. graph: number of the CUDA
+    graph that launched it, None if it was launched by itself. size: bytes of a copy, where the trace tells them."""
 
     name: str
     start: float
@@ -40,7 +41,8 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """The kernels of one name in an op: seconds of one run (the median), runs per op, and seconds of all runs in an op (the average)."""
+    """The kernels of one name in an op: seconds of one run (the median), runs per op, and seconds of all runs in an op
+    (the average)."""
 
     name: str
     median_s: float
@@ -52,10 +54,11 @@ class KernelTime:
 class Timing:
     """Seconds of one op. clock: "trace" (device) or "wall".
 
-    median_s, p10_s, p90_s: from the start of an op's first kernel to the end of its last, over `ops` ops. period_s: from the start of an op
-    to the start of the next, the pause between them included; less than `median_s` only where ops overlap. idle_s: the part of the median
-    op in which no kernel ran. split: whether the ops of a call could be separated; if not, every figure is a call's figure divided by its
-    ops. in_graphs: share of the kernels that CUDA graphs launched.
+    median_s, p10_s, p90_s: from the start of an op's first kernel to the end of its last, over `ops` ops. period_s:
+    from the start of an op to the start of the next, the pause between them included; less than `median_s` only where
+    ops overlap. idle_s: the part of the median op in which no kernel ran. split: whether the ops of a call could be
+    separated; if not, every figure is a call's figure divided by its ops. in_graphs: share of the kernels that CUDA
+    graphs launched.
     """
 
     clock: str
@@ -75,7 +78,8 @@ class Timing:
 
 
 def device_time(call: Callable, arguments: Sequence[tuple], *, calls: int, chain: int = 1, warmup: int = 2) -> Timing:
-    """Time `calls` calls of a compiled function, after `warmup` untimed ones. Calls take their arguments in turn from `arguments`.
+    """Time `calls` calls of a compiled function, after `warmup` untimed ones. Calls take their arguments in turn from
+    `arguments`.
 
     chain: how many ops one call runs. Each call ends before the next starts. The device must have nothing else to do.
     """
@@ -141,8 +145,8 @@ def kernel_timing(kernels: Sequence[Kernel], calls: int, chain: int) -> Timing:
 
 
 def timeline(kernels: Sequence[Kernel], chain: int) -> list[tuple[str, int, int]]:
-    """Name, start and duration of each kernel of the last of `chain` ops, in nanoseconds from that op's start; empty where ops cannot be
-    separated."""
+    """Name, start and duration of each kernel of the last of `chain` ops, in nanoseconds from that op's start; empty
+    where ops cannot be separated."""
     op = (split_ops(list(kernels), chain) or [[]])[-1]
     return [(plain_name(kernel.name), round(kernel.start - op[0].start), round(kernel.end - kernel.start)) for kernel in op]
 
@@ -164,8 +168,8 @@ def ops_timing(ops: Sequence[list[Kernel]]) -> Timing:
 
 
 def split_calls(kernels: Sequence[Kernel], calls: int, *, alike: bool = True) -> list[list[Kernel]]:
-    """Cut at the `calls` - 1 longest pauses. RuntimeError unless these are clearly longer than others and, if calls are alike, all ran
-    equally many kernels."""
+    """Cut at the `calls` - 1 longest pauses. RuntimeError unless these are clearly longer than others and, if calls are
+    alike, all ran equally many kernels."""
     ends = np.maximum.accumulate(np.array([kernel.end for kernel in kernels], np.float64))
     pauses = np.array([kernel.start for kernel in kernels[1:]], np.float64) - ends[:-1]
     cuts = np.sort(np.argsort(-pauses, kind="stable")[: calls - 1])

@@ -1,11 +1,12 @@
-"""PyTorch's scaled_dot_product_attention as a dense baseline, in a separate process, because two profilers cannot share a device.
+"""PyTorch's scaled_dot_product_attention as a dense baseline, in a separate process, because two profilers cannot share
+a device.
 
     python -m pallas_kernels.bench.torch_sdpa < requests.json > answers.json
 
-A request is {"name", "backend", "batch", "queries", "tokens", "heads", "kv_heads", "head_dim", "copies", "chain", "calls"}: 1 query that
-sees all tokens, or as many queries as tokens, causal. An answer has the name and the kernels that ran (name, start, end in nanoseconds), or
-why there are none. `chain` calls are captured as one CUDA graph, each on the next of `copies` key and value tensors `[B, K, S, D]`,
-bfloat16.
+A request is {"name", "backend", "batch", "queries", "tokens", "heads", "kv_heads", "head_dim", "copies", "chain",
+"calls"}: 1 query that sees all tokens, or as many queries as tokens, causal. An answer has the name and the kernels
+that ran (name, start, end in nanoseconds), or why there are none. `chain` calls are captured as one CUDA graph, each on
+the next of `copies` key and value tensors `[B, K, S, D]`, bfloat16.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def installed() -> bool:
 
 
 def ask(requests: Sequence[dict[str, Any]], *, module: str = __name__) -> dict[str, dict[str, Any]]:
-    """Answers by name, from one process for all requests, which runs `module`. RuntimeError with the end of its output if it fails."""
+    """Answers by name, from one process for all requests, which runs `module`. RuntimeError with the end of its output
+    if it fails."""
     done = subprocess.run([sys.executable, "-m", module], input=json.dumps(list(requests)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"PyTorch's process ended with status {done.returncode}: {done.stderr[-800:]}")
@@ -90,7 +92,8 @@ def _run(request: dict[str, Any]) -> tuple[list[tuple[str, float, float]], float
 
 
 def trace(graphs: Sequence[Any], calls: int) -> list[tuple[str, float, float]]:
-    """The kernels (name, start, end in nanoseconds) of so many replays of CUDA graphs, one after another, with a pause after each."""
+    """The kernels (name, start, end in nanoseconds) of so many replays of CUDA graphs, one after another, with a pause
+    after each."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -1,40 +1,46 @@
-"""Peer buffers: memory of each device of a mesh that the others write to, for kernels that exchange small arrays. No NVSHMEM, no multicast.
+"""Peer buffers: memory of each device of a mesh that the others write to, for kernels that exchange small arrays. No
+NVSHMEM, no multicast.
 
-XLA prepares each kernel that reaches into other devices' memory by its own means (`plgpu.remote_ref`, semaphores) anew whenever a program
-starts: a meeting of the devices' host threads, a copy to the device, and before the launch a barrier of all devices. With 56 exchanges a
-step this took most of the time. So a program has one such kernel for each kind of exchange, `connect`. It makes a buffer in each device's
-memory, and a table of the addresses of all buffers. The kernels that exchange get both as plain arrays, and XLA captures them in CUDA
-graphs as any other kernel. Each call asks for its own buffer; XLA finds that calls of one kind ask for the same, and keeps one. Calls in a
-loop get buffers from before it, where `pallas_kernels.collectives.preparation.before_loop` is around it.
+XLA prepares each kernel that reaches into other devices' memory by its own means (`plgpu.remote_ref`, semaphores) anew
+whenever a program starts: a meeting of the devices' host threads, a copy to the device, and before the launch a barrier
+of all devices. With 56 exchanges a step this took most of the time. So a program has one such kernel for each kind of
+exchange, `connect`. It makes a buffer in each device's memory, and a table of the addresses of all buffers. The kernels
+that exchange get both as plain arrays, and XLA captures them in CUDA graphs as any other kernel. Each call asks for its
+own buffer; XLA finds that calls of one kind ask for the same, and keeps one. Calls in a loop get buffers from before
+it, where `pallas_kernels.collectives.preparation.before_loop` is around it.
 
-A kernel's code comes to a device when it first runs there, and that may wait until the device is idle, while other devices wait for it. So
-the kernel that exchanges runs once before `connect`, with a closed table, and does nothing.
+A kernel's code comes to a device when it first runs there, and that may wait until the device is idle, while other
+devices wait for it. So the kernel that exchanges runs once before `connect`, with a closed table, and does nothing.
 
-The CTAs divide the array. A CTA writes its piece to its own part of every device's buffer, and waits until its part of this device's buffer
-has the pieces of all devices, this one included. A piece is sent in lines of 16 bytes: two words, each followed by the number of the call.
-A pair of a word and a number is written and read at once, so a reader knows by the numbers that the words came: nothing else is signalled.
-(NCCL's protocol LL does the same, with the same instructions.)
+The CTAs divide the array. A CTA writes its piece to its own part of every device's buffer, and waits until its part of
+this device's buffer has the pieces of all devices, this one included. A piece is sent in lines of 16 bytes: two words,
+each followed by the number of the call. A pair of a word and a number is written and read at once, so a reader knows by
+the numbers that the words came: nothing else is signalled. (NCCL's protocol LL does the same, with the same
+instructions.)
 
 Why nothing is overwritten too early, read too early, or waited for in vain:
 
-* A buffer. `connect` clears it, then signals to the others, and ends when all of them signalled. So nobody writes to a buffer before its
-  owner is done with that memory's earlier use. XLA's barrier before `connect` makes sure that no signal comes before its semaphore is
-  zeroed.
-* Numbers. A CTA counts its calls in its device's buffer, from 1. All devices run the same program, so their counts agree. Only CTAs of one
-  number ever touch a part of a buffer, so a line holds 0 or the number of an earlier call, until the right one comes. (Counts go round
-  after 2^32 calls of one program.)
-* Two halves. Calls write to the halves of a part in turn. A device that writes for call c + 2 has ended call c + 1, so it saw the pieces
-  of that call of all others. They sent them after their kernel for call c had ended, and with it all reading of this half.
-* The end. A call ends when the pieces of all devices are here. So after the last one nobody writes to a device's buffer any more.
-* Waiting. A CTA sends without waiting for anything, so no device can wait for one that waits for it, if all CTAs of a launch fit on the GPU
-  at once: at most `MAX_CTAS`, of 128 threads each.
+* A buffer. `connect` clears it, then signals to the others, and ends when all of them signalled. So nobody writes to a
+  buffer before its owner is done with that memory's earlier use. XLA's barrier before `connect` makes sure that no
+  signal comes before its semaphore is zeroed.
+* Numbers. A CTA counts its calls in its device's buffer, from 1. All devices run the same program, so their counts
+  agree. Only CTAs of one number ever touch a part of a buffer, so a line holds 0 or the number of an earlier call,
+  until the right one comes. (Counts go round after 2^32 calls of one program.)
+* Two halves. Calls write to the halves of a part in turn. A device that writes for call c + 2 has ended call c + 1, so
+  it saw the pieces of that call of all others. They sent them after their kernel for call c had ended, and with it all
+  reading of this half.
+* The end. A call ends when the pieces of all devices are here. So after the last one nobody writes to a device's buffer
+  any more.
+* Waiting. A CTA sends without waiting for anything, so no device can wait for one that waits for it, if all CTAs of a
+  launch fit on the GPU at once: at most `MAX_CTAS`, of 128 threads each.
 
 Calls of one program must run one after the other. They do where each needs the one before, and in XLA's default order.
 
-The tests run the kernels' bodies on emulated devices (tests/emulator/devices.py), whose steps are interleaved by adversaries.
+The tests run the kernels' bodies on emulated devices (tests/emulator/devices.py), whose steps are interleaved by
+adversaries.
 
-Memory traffic of each device: 2n times the array out, n - 1 of n over NVLink, as much in. `connect` writes the buffer, 512 KiB times n,
-once per program and kind of exchange.
+Memory traffic of each device: 2n times the array out, n - 1 of n over NVLink, as much in. `connect` writes the buffer,
+512 KiB times n, once per program and kind of exchange.
 """
 
 from __future__ import annotations
@@ -55,7 +61,8 @@ from pallas_kernels.hopper.threads import lanes
 
 THREADS = 128
 MAX_CTAS = 64
-"""All CTAs of a launch have to be on the GPU at once. Each GPU with NVLink of these compute capabilities has at least 78 cores."""
+"""All CTAs of a launch have to be on the GPU at once. Each GPU with NVLink of these compute capabilities has at least
+78 cores."""
 
 MAX_DEVICES = 8
 """The kernel's code grows with the devices; 8 is what one host has."""
@@ -72,7 +79,8 @@ CLOSED = -1
 """In a table, in place of this device's number: there are no buffers."""
 
 PAIRED = ("PCIe", "NVL")
-"""Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not have atomics."""
+"""Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not
+have atomics."""
 
 NO_NVLINK = (12, 0)
 """GPUs of this compute capability and above have none."""
@@ -94,7 +102,8 @@ class Shape:
 
 
 def piece_of(size: int, itemsize: int) -> int:
-    """Numbers for each CTA: the largest power of two, up to 16 bytes per thread, that divides the array; below `THREADS`, none fits."""
+    """Numbers for each CTA: the largest power of two, up to 16 bytes per thread, that divides the array; below
+    `THREADS`, none fits."""
     return min(PIECE_BYTES // itemsize, size & -size)
 
 
@@ -115,8 +124,9 @@ def unsuitable(mesh) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("axis_name", "num_devices"))
 def connect(axis_name: str, num_devices: int, loaded):
-    """A buffer on each device of the axis, int32 `[buffer_words]`, and a table, int32 `[2n + 1]`: the addresses of the buffers of all
-    devices in their order, each as its low and its high word, then this device's number. For the kernels of one program: see above.
+    """A buffer on each device of the axis, int32 `[buffer_words]`, and a table, int32 `[2n + 1]`: the addresses of the
+    buffers of all devices in their order, each as its low and its high word, then this device's number. For the kernels
+    of one program: see above.
 
     loaded: what the kernel that exchanges left of a closed table. It runs before, for its code to be on the device.
     """
@@ -149,7 +159,8 @@ def lines_at(num_devices: int, cta, call, sender):
 
 
 def open_buffer(axis_name: str, num_devices: int, buffer_ref, table_ref, ready) -> None:
-    """By one CTA: clear its part of this device's buffer, and wait until all devices have cleared theirs. ready: this CTA's semaphore."""
+    """By one CTA: clear its part of this device's buffer, and wait until all devices have cleared theirs. ready: this
+    CTA's semaphore."""
     me, cta = lax.axis_index(axis_name), lax.axis_index("cta")
     clear(num_devices, buffer_ref, cta)
     note_addresses(table_ref, [plgpu.remote_ref(buffer_ref, {axis_name: device}) for device in range(num_devices)], me)
@@ -167,7 +178,8 @@ def send_piece(s: Shape, buffer_ref, table_ref, x_ref):
 
 
 def receive_pieces(s: Shape, buffer_ref, call, received_ref) -> None:
-    """By one CTA: wait for the pieces of all devices, and count the call. received_ref: `[n, piece]`, in shared memory."""
+    """By one CTA: wait for the pieces of all devices, and count the call. received_ref: `[n, piece]`, in shared
+    memory."""
     cta = lax.axis_index("cta")
     receive(s, buffer_ref, lines_at(s.num_devices, cta, call, 0), call, received_ref)
     buffer_ref[cta] = call

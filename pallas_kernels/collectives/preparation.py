@@ -1,7 +1,7 @@
 """What a kernel needs from before its launch, and gets from before the loop where it is launched in one.
 
-Kernels that exchange arrays between devices prepare buffers (`pallas_kernels.collectives.peer_buffers`), for which all devices meet. Inside
-a loop they would do so in every turn.
+Kernels that exchange arrays between devices prepare buffers (`pallas_kernels.collectives.peer_buffers`), for which all
+devices meet. Inside a loop they would do so in every turn.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _find: contextvars.ContextVar[Callable[[Hashable, Prepare], Any]] = contextvars.
 
 
 def prepared(kind: Hashable, prepare: Prepare) -> Any:
-    """What `prepare()` returns, arrays: from before the loop, inside `before_loop`, else from here. Not for functions that JAX remembers
-    (`jax.jit`, branches of `cond` at the top of a module): what it remembers prepares in every turn.
+    """What `prepare()` returns, arrays: from before the loop, inside `before_loop`, else from here. Not for functions
+    that JAX remembers (`jax.jit`, branches of `cond` at the top of a module): what it remembers prepares in every turn.
 
     kind: equal for calls that may share the arrays. prepare: uses no array of the loop's body.
     """
@@ -34,7 +34,8 @@ def prepared(kind: Hashable, prepare: Prepare) -> Any:
 
 @contextlib.contextmanager
 def before_loop(body: Callable, *arguments: Any) -> Iterator[Callable]:
-    """Prepare here what the kernels of a loop's body need. Gives the body for the loop, which has to be traced inside. Traces it once more.
+    """Prepare here what the kernels of a loop's body need. Gives the body for the loop, which has to be traced inside.
+    Traces it once more.
 
         with before_loop(turn, 0, x) as turn:
             x = jax.lax.fori_loop(0, 8, turn, x)

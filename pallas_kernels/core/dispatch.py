@@ -1,8 +1,10 @@
-"""Chooses which implementation of an op runs; no other module does. Each choice is logged once per shape and can be looked up.
+"""Chooses which implementation of an op runs; no other module does. Each choice is logged once per shape and can be
+looked up.
 
-An op lives in the folder `pallas_kernels/<family>/<op>/`. Each implementation is the module of its name there and defines a function called
-`<op>`. To add an implementation, write a module beside `xla.py` and add its name to `IMPLEMENTATIONS`. A module that cannot do every valid
-input defines `unsupported`. It takes the same arguments and returns None, or a sentence that says why not; picking then skips the module.
+An op lives in the folder `pallas_kernels/<family>/<op>/`. Each implementation is the module of its name there and
+defines a function called `<op>`. To add an implementation, write a module beside `xla.py` and add its name to
+`IMPLEMENTATIONS`. A module that cannot do every valid input defines `unsupported`. It takes the same arguments and
+returns None, or a sentence that says why not; picking then skips the module.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "top_k": ("mosaic_gpu", "xla", "reference"),
     "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }
-"""The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when named."""
+"""The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when
+named."""
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "attention": ("block_sparse_attention", "flash_attention", "gather_attention", "query_sparse_attention", "selected_attention"),
@@ -68,13 +71,15 @@ MODULES: dict[str, str] = {op: f"pallas_kernels.{family}.{op}" for family, ops i
 """The package of each op. `pallas_kernels` exports the op from there."""
 
 BLACKWELL = "blackwell"
-"""The path of GPUs newer than Hopper: `mosaic_gpu` without Hopper's instruction `wgmma`, where an op has such a form, and `cudnn`."""
+"""The path of GPUs newer than Hopper: `mosaic_gpu` without Hopper's instruction `wgmma`, where an op has such a form,
+and `cudnn`."""
 
 WGMMA_ONLY = ("block_mass", "block_sparse_attention", "flash_attention", "query_sparse_attention", "select_tiles")
 """Ops whose `mosaic_gpu` has no form without `wgmma`."""
 
 FORCED = ("mosaic_gpu", "mosaic_tpu", BLACKWELL, "cudnn", "xla")
-"""The names that `forced` takes. The others belong to no platform: `composed` goes with each, `reference` is for tests."""
+"""The names that `forced` takes. The others belong to no platform: `composed` goes with each, `reference` is for
+tests."""
 
 _forced = jax.make_user_context(None)
 """The implementation that `forced` names. JAX keeps programs of different values apart."""
@@ -89,7 +94,8 @@ def available(op: str, backend: str | None = None) -> tuple[str, ...]:
 
 
 def absent(name: str, backend: str | None = None, op: str | None = None) -> str | None:
-    """Why no implementation of this name runs on `backend` (default: the one JAX uses), or not that of `op`; None where it does."""
+    """Why no implementation of this name runs on `backend` (default: the one JAX uses), or not that of `op`; None where
+    it does."""
     backend = backend or jax.default_backend()
     if BACKENDS[name] is not None and backend not in BACKENDS[name]:
         return f"runs on {' and '.join(BACKENDS[name])}; JAX uses {backend}"
@@ -115,14 +121,14 @@ H200_MULTIPROCESSORS = 132
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of this process's GPUs, among which kernels split their work. Without an NVIDIA GPU those of an H200, since kernels
-    are lowered for it there."""
+    """Multiprocessors of this process's GPUs, among which kernels split their work. Without an NVIDIA GPU those of an
+    H200, since kernels are lowered for it there."""
     return int(getattr(jax.local_devices()[0], "core_count", H200_MULTIPROCESSORS)) if compute_capability() else H200_MULTIPROCESSORS
 
 
 def has_wgmma() -> bool:
-    """Whether a kernel may use Hopper's instruction `wgmma`: on Hopper GPUs, unless their successors' path is forced. Without an NVIDIA GPU
-    too, since kernels are lowered for Hopper there."""
+    """Whether a kernel may use Hopper's instruction `wgmma`: on Hopper GPUs, unless their successors' path is forced.
+    Without an NVIDIA GPU too, since kernels are lowered for Hopper there."""
     return _forced.value != BLACKWELL and compute_capability() in ((), (9, 0))
 
 
@@ -132,21 +138,23 @@ def _compute_capability() -> str:
 
 
 def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
-    """Run what a platform without our faster kernels runs. Inside the block, ops that pick an implementation take `implementation` where
-    they have it and it can do the call. Otherwise they take what runs on every backend ("xla", and what is composed of such ops). It holds
-    only for the thread that enters the block.
+    """Run what a platform without our faster kernels runs. Inside the block, ops that pick an implementation take
+    `implementation` where they have it and it can do the call. Otherwise they take what runs on every backend ("xla",
+    and what is composed of such ops). It holds only for the thread that enters the block.
 
-        with kvjax.dispatch("xla"):  # as on an AMD GPU; "cudnn": an NVIDIA GPU older than Hopper; "blackwell": one newer than it
+        # "xla": as on an AMD GPU; "cudnn": an NVIDIA GPU older than Hopper; "blackwell": one newer than it
+        with kvjax.dispatch("xla"):
             kvjax.generate(model, "Once upon a time")
 
-    "OP=NAME" forces one op to one of its implementations, and leaves the others: "all_reduce=xla". Of nested blocks the innermost
-    alone counts: what an outer one forces is not forced inside.
+    "OP=NAME" forces one op to one of its implementations, and leaves the others: "all_reduce=xla". Of nested blocks the
+    innermost alone counts: what an outer one forces is not forced inside.
 
-    An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the block are not used
-    inside, nor the other way round. Results of different implementations differ in their bits: use an engine either inside or outside, not
-    both.
+    An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the
+    block are not used inside, nor the other way round. Results of different implementations differ in their bits: use
+    an engine either inside or outside, not both.
 
-    Raises ValueError for a name that is not in `FORCED`, or of no op, and NotImplementedError for one that no op has on this backend.
+    Raises ValueError for a name that is not in `FORCED`, or of no op, and NotImplementedError for one that no op has on
+    this backend.
     """
     op, _, name = str(implementation).rpartition("=")
     if op:
@@ -172,7 +180,8 @@ def forced_path() -> str | None:
 
 
 class _Forced(contextlib.AbstractContextManager):
-    """Forces a path in each block that it is entered for. JAX's own context keeps one value, so it cannot be entered twice."""
+    """Forces a path in each block that it is entered for. JAX's own context keeps one value, so it cannot be entered
+    twice."""
 
     def __init__(self, implementation: str):
         self._implementation = implementation
@@ -203,12 +212,13 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
 
     Args:
         op: a key of `IMPLEMENTATIONS`.
-        implementation: None picks the preferred one of this backend that supports the call, among those that `forced` leaves. A name is
-            taken or refused, never replaced.
+        implementation: None picks the preferred one of this backend that supports the call, among those that `forced`
+            leaves. A name is taken or refused, never replaced.
         signature: shapes and dtypes of the call, for the log and for `chosen`.
         operands: the arguments of the implementation's function, for `unsupported`.
 
-    Raises ValueError for a name that does not exist, and NotImplementedError for one that cannot run `op` here, or if none can.
+    Raises ValueError for a name that does not exist, and NotImplementedError for one that cannot run `op` here, or if
+    none can.
     """
     if implementation is not None and implementation not in BACKENDS:
         raise ValueError(
@@ -250,7 +260,8 @@ def _pick(op: str, names: tuple[str, ...], signature: str, operands: tuple) -> t
 
 
 def _capped(name: str, operands: tuple) -> str | None:
-    """Why a kernel cannot take the scale of logits of this call; None where it can. Only forms that run on every backend know soft-caps."""
+    """Why a kernel cannot take the scale of logits of this call; None where it can. Only forms that run on every
+    backend know soft-caps."""
     capped = bool(operands) and isinstance(getattr(operands[0], "sm_scale", None), SoftCap)
     return "does not apply a soft-cap of logits" if capped and BACKENDS[name] is not None else None
 
@@ -258,10 +269,11 @@ def _capped(name: str, operands: tuple) -> str | None:
 def run(op: str, implementation: str | None, signature: str, call: Any, *operands: Any) -> Any:
     """Choose an implementation of `op` and run it.
 
-    call: the op's static arguments, one frozen `Call`. operands: its arrays, in the order of the implementation's function, which takes
-    (call, *operands), as its `unsupported` does.
+    call: the op's static arguments, one frozen `Call`. operands: its arrays, in the order of the implementation's
+    function, which takes (call, *operands), as its `unsupported` does.
 
-    Raises as `choose` does, and what the implementation raises; ValueError for a `call.config` that is not the implementation's `Config`.
+    Raises as `choose` does, and what the implementation raises; ValueError for a `call.config` that is not the
+    implementation's `Config`.
     """
     scale = getattr(call, "sm_scale", None)
     signature = f"{signature} {scale}" if isinstance(scale, SoftCap) else signature
@@ -290,8 +302,8 @@ def chosen() -> dict[tuple[str, str], str]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[dict[str, str]]:
-    """Yields a dict of what is chosen inside the block, op -> implementation (the last one, where an op is called several times). A choice
-    is made when an op is called or traced, not when a compiled function runs."""
+    """Yields a dict of what is chosen inside the block, op -> implementation (the last one, where an op is called
+    several times). A choice is made when an op is called or traced, not when a compiled function runs."""
     heard: dict[str, str] = {}
     _listening.append(heard)
     try:

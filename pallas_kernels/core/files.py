@@ -19,7 +19,8 @@ MAX_DEPTH = 50
 
 
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures as JSON can hold them. NaN and infinity, which JSON does not have, become null, and `error` names their places."""
+    """The figures as JSON can hold them. NaN and infinity, which JSON does not have, become null, and `error` names
+    their places."""
     places: list[str] = []
 
     def clean(value: Any, place: str) -> Any:
@@ -40,7 +41,8 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_object(file: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file. ValueError, with the file's name and the remedy, if it is damaged or holds anything else."""
+    """The object in a JSON file. ValueError, with the file's name and the remedy, if it is damaged or holds anything
+    else."""
     deep = ValueError(f"{file} holds lists or objects more than {MAX_DEPTH} deep inside one another; {remedy}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -56,8 +58,8 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_list[T](file: Path, field: str, make: Callable[[Any], T], remedy: str) -> tuple[T, ...]:
-    """What `make` makes of each item of a list, which is a field of the object in a JSON file. ValueError as `read_object`, for another
-    field, and for an item of which `make` raises it."""
+    """What `make` makes of each item of a list, which is a field of the object in a JSON file. ValueError as
+    `read_object`, for another field, and for an item of which `make` raises it."""
     items, made = read_object(file, remedy).get(field), []
     if not isinstance(items, list):
         raise ValueError(f"{file} must hold a list {field!r}, got {shown(items)}; {remedy}")
@@ -84,8 +86,9 @@ def _is_deep(content: Any) -> bool:
 def replacing(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     """A new file beside `path`, of a hidden name that no other file has, to write to in the block.
 
-    At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed. A link is followed.
-    overwrite: whether to replace a file that is there at the end of the block; False: FileExistsError, and that file stays.
+    At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed. A
+    link is followed. overwrite: whether to replace a file that is there at the end of the block; False:
+    FileExistsError, and that file stays.
 
     Raises ValueError if `path` exists and is not a file, for example a device or a folder: it would be replaced by one.
     """
@@ -110,7 +113,8 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
 
 
 def _new_file(folder: Path) -> Path:
-    """An empty file that did not exist, with the permissions that `open` gives. `tempfile` would let only its owner read it."""
+    """An empty file that did not exist, with the permissions that `open` gives. `tempfile` would let only its owner
+    read it."""
     while True:
         path = folder / f".kvjax-{secrets.token_hex(8)}.tmp"
         with contextlib.suppress(FileExistsError):
@@ -133,8 +137,8 @@ def _rename_to_new(partial: Path, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise what `write_result` would, as far as it can be known before: ValueError for a path that is no file or lies in no folder, and
-    OSError for a folder that may not be written to."""
+    """Raise what `write_result` would, as far as it can be known before: ValueError for a path that is no file or lies
+    in no folder, and OSError for a folder that may not be written to."""
     if not path.name:
         raise ValueError(f"{str(path)!r} is not the name of a file")
     target = path.resolve()

@@ -1,10 +1,12 @@
 """Points of the lattices D4 and E8: the nearest one, and its number in few bits.
 
-D4 is every integer vector of 4 coordinates with an even sum. E8 is D8 (8 integer coordinates with an even sum) together with D8 moved by
-(1/2, ..., 1/2). A point's coordinates lie in a box, so its number is one of mixed radix: the last coordinate's parity follows from the
-others, and is not stored. Numbers are split into words of four coordinates that fit into 32 bits.
+D4 is every integer vector of 4 coordinates with an even sum. E8 is D8 (8 integer coordinates with an even sum) together
+with D8 moved by (1/2, ..., 1/2). A point's coordinates lie in a box, so its number is one of mixed radix: the last
+coordinate's parity follows from the others, and is not stored. Numbers are split into words of four coordinates that
+fit into 32 bits.
 
-Source: Conway and Sloane, "Fast quantizing and decoding algorithms for lattice quantizers and codes" (1982), for the nearest points.
+Source: Conway and Sloane, "Fast quantizing and decoding algorithms for lattice quantizers and codes" (1982), for the
+nearest points.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ def word_bits(lattice: str, levels: int) -> int:
 
 
 def nearest(lattice: str, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
-    """The lattice point nearest to each 4 (d4) or 8 (e8) consecutive numbers, float32. |x| of at most Q (an integer) gives coordinates of
-    at most Q, in E8's second coset Q + 1/2. Ties go to D8, and inside it toward 0."""
+    """The lattice point nearest to each 4 (d4) or 8 (e8) consecutive numbers, float32. |x| of at most Q (an integer)
+    gives coordinates of at most Q, in E8's second coset Q + 1/2. Ties go to D8, and inside it toward 0."""
     size = 4 if lattice == "d4" else 8
     blocks = x.reshape(*x.shape[:-1], -1, size)
     points = _even_sum(blocks)
@@ -45,7 +47,8 @@ def _distance(x: Float[Array, "*lead n"], y: Float[Array, "*lead n"]) -> Float[A
 
 
 def _even_sum(x: Float[Array, "*lead n"]) -> Float[Array, "*lead n"]:
-    """The nearest integer vector with an even sum: round, and if the sum is odd, round the worst coordinate the other way."""
+    """The nearest integer vector with an even sum: round, and if the sum is odd, round the worst coordinate the other
+    way."""
     rounded = jnp.round(x)
     error = x - rounded
     worst = jnp.arange(x.shape[-1]) == jnp.argmax(jnp.abs(error), axis=-1)[..., None]
@@ -73,9 +76,11 @@ def pack_points(lattice: str, levels: int, points: Float[Array, "*lead D"]) -> U
 
 
 def points(lattice: str, levels: int, codes: UInt8[Array, "*lead width"]) -> Float[Array, "*lead D"]:
-    """The lattice points of their numbers, float32. Bytes that no point has give some point: nothing is read out of range.
+    """The lattice points of their numbers, float32. Bytes that no point has give some point: nothing is read out of
+    range.
 
-    Bytes of a token: first byte 0 of every word, then byte 1, ...; then, for each bit that is left, that bit of eight words per byte.
+    Bytes of a token: first byte 0 of every word, then byte 1, ...; then, for each bit that is left, that bit of eight
+    words per byte.
     """
     words = _from_planes(codes, word_bits(lattice, levels))
     if lattice == "d4":

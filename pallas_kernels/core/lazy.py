@@ -1,4 +1,5 @@
-"""Modules that are imported when they are first used. Tables name them: what a user types is looked up, and never part of a path."""
+"""Modules that are imported when they are first used. Tables name them: what a user types is looked up, and never part
+of a path."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def names_in(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package. homes: name -> the module that defines it, after a dot if it lies in the package."""
+    """The `__getattr__` of a package. homes: name -> the module that defines it, after a dot if it lies in the
+    package."""
 
     def find(name: str) -> Any:
         if name not in homes:

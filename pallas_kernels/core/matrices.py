@@ -1,11 +1,12 @@
 """Packed matrices: codes of 8 or 4 bits with scales, which `project_tokens` takes instead of an array.
 
-A number of a packed matrix is `(code - zero) * scale`. A block of `rows` x `columns` numbers has one scale; the last block of a row or a
-column may be smaller. zero is 0, but for int4, whose codes are 0 to 15: there it is 8, or what `zeros` says for the block.
+A number of a packed matrix is `(code - zero) * scale`. A block of `rows` x `columns` numbers has one scale; the last
+block of a row or a column may be smaller. zero is 0, but for int4, whose codes are 0 to 15: there it is 8, or what
+`zeros` says for the block.
 
-Sources: absolute-maximum scaling, round to nearest (LLM.int8(), arXiv 2208.07339, section 2.1; FP8 Formats for Deep Learning, arXiv
-2209.05433, for e4m3); blocks of 128 x 128 as in DeepSeek-V3 (arXiv 2412.19437, section 3.3); groups of 128 inputs and zeros as in GPTQ
-(arXiv 2210.17323) and AWQ (arXiv 2306.00978).
+Sources: absolute-maximum scaling, round to nearest (LLM.int8(), arXiv 2208.07339, section 2.1; FP8 Formats for Deep
+Learning, arXiv 2209.05433, for e4m3); blocks of 128 x 128 as in DeepSeek-V3 (arXiv 2412.19437, section 3.3); groups of
+128 inputs and zeros as in GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978).
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ SMALLEST = 2.0**-116
 class MatrixFormat:
     """How the numbers of a matrix are stored. Static and hashable.
 
-    codes: one of `LARGEST`. rows, columns: of the block that shares a scale; columns=None: whole rows, so that rows=1 is one scale for each
-    output channel. fp8_tokens: products of many tokens round these to fp8, too (`pallas_kernels.project_tokens`); the matrix is stored as
-    without, and must be fp8 with scales for whole rows. Raises ValueError for anything else.
+    codes: one of `LARGEST`. rows, columns: of the block that shares a scale; columns=None: whole rows, so that rows=1
+    is one scale for each output channel. fp8_tokens: products of many tokens round these to fp8, too
+    (`pallas_kernels.project_tokens`); the matrix is stored as without, and must be fp8 with scales for whole rows.
+    Raises ValueError for anything else.
     """
 
     codes: str
@@ -65,7 +67,8 @@ class MatrixFormat:
 
     @property
     def scale_dtype(self) -> jnp.dtype:
-        """The dtype of the scales that `pack` makes: there are many of int4, so they have 16 bits. Matrices packed by others may differ."""
+        """The dtype of the scales that `pack` makes: there are many of int4, so they have 16 bits. Matrices packed by
+        others may differ."""
         return jnp.dtype(jnp.bfloat16 if self.codes == "int4" else jnp.float32)
 
     def scales_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -94,9 +97,10 @@ class MatrixFormat:
 class PackedMatrix:
     """A matrix [F, E], stored [features, inputs], in codes and scales. A pytree: its arrays are its leaves.
 
-    codes: int8 or float8_e4m3fn `[F, E]`, or uint8 `[F, E/2]` of int4: the low 4 bits of byte j are column 2j, the high ones column 2j + 1.
-    scales: `[ceil(F / rows), ceil(E / columns)]`, float32, bfloat16 or float16; `[ceil(F / rows), 1]` for whole rows. zeros: of int4 only,
-    uint8, of the scales' shape; None: 8 everywhere. `check_packed` checks that they fit together.
+    codes: int8 or float8_e4m3fn `[F, E]`, or uint8 `[F, E/2]` of int4: the low 4 bits of byte j are column 2j, the high
+    ones column 2j + 1. scales: `[ceil(F / rows), ceil(E / columns)]`, float32, bfloat16 or float16; `[ceil(F / rows),
+    1]` for whole rows. zeros: of int4 only, uint8, of the scales' shape; None: 8 everywhere. `check_packed` checks that
+    they fit together.
     """
 
     codes: Array
@@ -145,16 +149,17 @@ def check_packed(matrix: PackedMatrix, name: str = "matrix") -> None:
 
 
 def pack(matrix: Float[Array, "F E"], format: MatrixFormat, name: str = "matrix") -> PackedMatrix:
-    """Pack a matrix: in each block the scale is the largest absolute number over `LARGEST`, and codes are rounded to nearest.
+    """Pack a matrix: in each block the scale is the largest absolute number over `LARGEST`, and codes are rounded to
+    nearest.
 
     Args:
         matrix: float32, bfloat16 or float16, on the device or the host. Needs float32 scratch of its size.
         format: of the result.
         name: of the matrix, for errors.
 
-    The error of a number is at most scale / 2 (int8, int4), or 2**-4 of the number and 2**-10 scale (fp8_e4m3; XLA for CPUs rounds to
-    float16 first, which adds up to 2**-11 of the number). Scales are float32; of int4 bfloat16, rounded up. Blocks that are all below
-    `SMALLEST` become zeros.
+    The error of a number is at most scale / 2 (int8, int4), or 2**-4 of the number and 2**-10 scale (fp8_e4m3; XLA for
+    CPUs rounds to float16 first, which adds up to 2**-11 of the number). Scales are float32; of int4 bfloat16, rounded
+    up. Blocks that are all below `SMALLEST` become zeros.
 
     Raises ValueError for other shapes and dtypes, an odd number of columns in int4, and numbers that are not finite.
     """
@@ -212,7 +217,8 @@ def row_scales(matrix: PackedMatrix) -> Float[Array, "F"]:
 
 
 def rows_from(matrix: PackedMatrix, start: Int[Array, ""] | int, count: int) -> PackedMatrix:
-    """`count` rows from row `start` on. Both must be multiples of the rows of a block; count may be smaller where the matrix ends."""
+    """`count` rows from row `start` on. Both must be multiples of the rows of a block; count may be smaller where the
+    matrix ends."""
     own = matrix.format.rows
 
     def part(leaf: Array, rows: int) -> Array:

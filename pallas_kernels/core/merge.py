@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 def merge_attention(outs: Sequence[Float[Array, "... D"]], lses: Sequence[Float[Array, "..."]]) -> tuple[Array, Array]:
     """Attention over the union of disjoint sets of keys, from the attention over each.
 
-    outs: softmax-weighted values of each set, `[..., D]`, one dtype. lses: log-sum-exp of the scaled logits of each set (natural log,
-    float32), `[...]`; -inf where a set has no key, and then that set's out is not looked at.
+    outs: softmax-weighted values of each set, `[..., D]`, one dtype. lses: log-sum-exp of the scaled logits of each set
+    (natural log, float32), `[...]`; -inf where a set has no key, and then that set's out is not looked at.
 
-    Returns out `[..., D]` in the dtype of `outs` and lse `[...]` float32; 0 and -inf where no set has a key. Sums run in float32, in
-    the order given, so the same list gives the same bits. Memory: that of the inputs.
+    Returns out `[..., D]` in the dtype of `outs` and lse `[...]` float32; 0 and -inf where no set has a key. Sums run
+    in float32, in the order given, so the same list gives the same bits. Memory: that of the inputs.
 
     Raises ValueError when the lists are empty, differ in length, or hold arrays whose shapes or dtypes differ.
 

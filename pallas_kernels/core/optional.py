@@ -1,7 +1,7 @@
 """Optional packages: `pip install kvjax` installs only what loading, generating and batch jobs need.
 
-A function that needs more calls `needs_extras` first, and then imports the packages inside itself. No module imports an extra's package
-when it is itself imported.
+A function that needs more calls `needs_extras` first, and then imports the packages inside itself. No module imports an
+extra's package when it is itself imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class MissingExtra(ImportError):
 
 
 def needs_extras(what: str, *extras: str) -> None:
-    """Raise MissingExtra if a package of these extras is not installed. The message names the packages and the command that installs them.
+    """Raise MissingExtra if a package of these extras is not installed. The message names the packages and the command
+    that installs them.
 
     Args:
         what: what needs them, as the message begins: "kvjax evaluate".

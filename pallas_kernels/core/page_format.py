@@ -1,4 +1,5 @@
-"""How the numbers of a page are stored: as they are, or as codes with scales. Sizes of both; and how codes become numbers again."""
+"""How the numbers of a page are stored: as they are, or as codes with scales. Sizes of both; and how codes become
+numbers again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ CODES = ("float32", "bfloat16", "float16")
 """Formats that store numbers as they are, by dtype. Queries have one of these dtypes, too."""
 
 LARGEST = {"fp8_e4m3": 448, "int8": 127, "int4": 7}
-"""The largest code of each format with symmetric codes: the largest number of a group that shares a scale becomes this code."""
+"""The largest code of each format with symmetric codes: the largest number of a group that shares a scale becomes this
+code."""
 
 GGML = {"q8_0": 8, "q4_0": 4}
 """ggml's formats, and the bits of a code: groups of 32 consecutive numbers of a token, with one float16 scale each."""
@@ -27,7 +29,8 @@ PACKED = (*LARGEST, *GGML, *LATTICES)
 """Formats that store codes. 4-bit codes and lattice points are bytes (uint8), the others int8 or float8_e4m3fn."""
 
 SCALES = ("token", "channel", "page")
-"""What shares a scale: numbers of a token (all, or groups of them), of a channel over the page, or of a whole (page, head) tile."""
+"""What shares a scale: numbers of a token (all, or groups of them), of a channel over the page, or of a whole (page,
+head) tile."""
 
 MAX_LEVELS = 126
 
@@ -36,16 +39,19 @@ MAX_LEVELS = 126
 class PageFormat:
     """How the numbers of a page are stored. Static and hashable.
 
-    Numbers are codes times a scale, rounded once to `read_as`. `pallas_kernels.pack_pages` says how codes and scales are found.
+    Numbers are codes times a scale, rounded once to `read_as`. `pallas_kernels.pack_pages` says how codes and scales
+    are found.
 
     Args:
         codes: one of `CODES` (numbers as they are; no other argument is given then), or of `PACKED`.
-        scale: of fp8_e4m3, int8 and int4: one of `SCALES`; fp8_e4m3 also takes None, no scale. None for formats that define it themselves:
-            q8_0 and q4_0 have a scale per group of 32, lattices one per token.
+        scale: of fp8_e4m3, int8 and int4: one of `SCALES`; fp8_e4m3 also takes None, no scale. None for formats that
+            define it themselves: q8_0 and q4_0 have a scale per group of 32, lattices one per token.
         group: with scale "token": how many consecutive numbers share a scale; None: all of the token.
-        levels: of lattices: each coordinate of a point lies between -levels and levels (1 to 126). More levels need more bits.
-        rotate: multiply each token by a Hadamard matrix before it is packed, and back when it is read. It spreads outliers over all
-            channels. Needs integer codes (no fp8), one scale per token or page, and a head dim that is a power of two.
+        levels: of lattices: each coordinate of a point lies between -levels and levels (1 to 126). More levels need
+            more bits.
+        rotate: multiply each token by a Hadamard matrix before it is packed, and back when it is read. It spreads
+            outliers over all channels. Needs integer codes (no fp8), one scale per token or page, and a head dim that
+            is a power of two.
         read_as: dtype of the numbers that reading packed pages gives, one of `CODES`.
 
     Raises ValueError for what does not fit together.
@@ -100,7 +106,8 @@ class PageFormat:
 
     @property
     def scale_dtype(self) -> jnp.dtype | None:
-        """The dtype of scales: float16 in ggml's formats, bfloat16 (which has float32's range) in the others; None: there are none."""
+        """The dtype of scales: float16 in ggml's formats, bfloat16 (which has float32's range) in the others; None:
+        there are none."""
         if not self.packed or (self.codes == "fp8_e4m3" and self.scale is None):
             return None
         return jnp.dtype(jnp.float16 if self.codes in GGML else jnp.bfloat16)
@@ -111,7 +118,8 @@ class PageFormat:
         return lattices.word_bits(self.codes, self.levels)
 
     def width(self, head_dim: int) -> int:
-        """Elements of `code_dtype` that hold a token of `head_dim` numbers. ValueError where the head dim does not fit the format."""
+        """Elements of `code_dtype` that hold a token of `head_dim` numbers. ValueError where the head dim does not fit
+        the format."""
         multiple = {"int4": 2, "q8_0": GGML_GROUP, "q4_0": GGML_GROUP, "d4": 32, "e8": 32}.get(self.codes, 1)
         multiple = math.lcm(multiple, self.group or 1)
         if head_dim % multiple or (self.rotate and head_dim & (head_dim - 1)):
@@ -146,9 +154,11 @@ class PageFormat:
 
 
 def unpack(format: PageFormat, codes: Array, scales: Array | None) -> Float[Array, "*lead S D"]:
-    """The numbers of packed tokens: codes `[*lead, S, width]`, scales `[*lead, S or 1, n]`. Returns `[*lead, S, D]` in `format.dtype`.
+    """The numbers of packed tokens: codes `[*lead, S, width]`, scales `[*lead, S or 1, n]`. Returns `[*lead, S, D]` in
+    `format.dtype`.
 
-    Each number depends on its own token alone, and every sum on the way is exact. So any cut into tiles gives the same bits.
+    Each number depends on its own token alone, and every sum on the way is exact. So any cut into tiles gives the same
+    bits.
     """
     values = numbers_of(format, codes)
     head_dim = values.shape[-1]
@@ -181,7 +191,8 @@ def _nibble(codes: Array, shift: int) -> Array:
 
 @functools.cache
 def hadamard(size: int) -> np.ndarray:
-    """Sylvester's Hadamard matrix `[size, size]` of 1 and -1, float32. It is symmetric, and its square is `size` times the identity."""
+    """Sylvester's Hadamard matrix `[size, size]` of 1 and -1, float32. It is symmetric, and its square is `size` times
+    the identity."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

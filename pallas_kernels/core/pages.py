@@ -1,4 +1,5 @@
-"""Pages of keys and values, which every attention op takes; the checks that all of these ops share; and how plain JAX reads a tile."""
+"""Pages of keys and values, which every attention op takes; the checks that all of these ops share; and how plain JAX
+reads a tile."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ __all__ = ["CODES", "OpenPages", "PageFormat", "Pages"]
 class OpenPages:
     """Pages that are not packed yet, beside a pool of packed pages: those that hold the own page of some query.
 
-    k: `[R, K, P, D]`, v: `[R, K, P, Dv]`, or None as in `Pages`, in the compute dtype. row_of: int32 `[N]`, the row of the page in each
-    frame, -1 for none. Rows that it does not name may hold anything.
+    k: `[R, K, P, D]`, v: `[R, K, P, Dv]`, or None as in `Pages`, in the compute dtype. row_of: int32 `[N]`, the row of
+    the page in each frame, -1 for none. Rows that it does not name may hold anything.
     """
 
     k: Float[Array, "R K P D"]
@@ -32,20 +33,23 @@ class OpenPages:
 
 @flax.struct.dataclass
 class Pages:
-    """Keys and values of one layer, in frames: where pages lie on the device. A (frame, head) tile is `[P, D]` and contiguous.
+    """Keys and values of one layer, in frames: where pages lie on the device. A (frame, head) tile is `[P, D]` and
+    contiguous.
 
-    Where everything fits, the frame of a page is its id. Else pages move, and a table of ids is not a table of frames. An op that reads or
-    writes only pages takes a table of frames. An op that also finds rows of an index, which stay where the page id says, takes both tables.
+    Where everything fits, the frame of a page is its id. Else pages move, and a table of ids is not a table of frames.
+    An op that reads or writes only pages takes a table of frames. An op that also finds rows of an index, which stay
+    where the page id says, takes both tables.
 
-    k: `[N, K, P, D]`. v: `[N, K, P, Dv]`, or None where V is a view of K: its first `value_dim` columns, which are read once (latent pages:
-    D = latent + rotated part, K = 1). value_dim: given where v is None, and only there. Pages that no table names may hold anything, NaN
-    too.
+    k: `[N, K, P, D]`. v: `[N, K, P, Dv]`, or None where V is a view of K: its first `value_dim` columns, which are read
+    once (latent pages: D = latent + rotated part, K = 1). value_dim: given where v is None, and only there. Pages that
+    no table names may hold anything, NaN too.
 
-    Packed pages: k and v hold codes, `[N, K, P, width]`, and the scales lie beside them, `[N, K, P or 1, n]`; see `PageFormat`. k_packed,
-    v_packed: their formats; None: the array holds the numbers themselves. open: the same pages before they were packed. With it, a query
-    reads its own page (the page of its position) there, and every earlier page as packed, whether that is in `open` or not. So what a
-    query reads depends on its position alone. The own page of every query must be open, and every page before the last query's packed.
-    Without it, every page is read as packed.
+    Packed pages: k and v hold codes, `[N, K, P, width]`, and the scales lie beside them, `[N, K, P or 1, n]`; see
+    `PageFormat`. k_packed, v_packed: their formats; None: the array holds the numbers themselves. open: the same pages
+    before they were packed. With it, a query reads its own page (the page of its position) there, and every earlier
+    page as packed, whether that is in `open` or not. So what a query reads depends on its position alone. The own page
+    of every query must be open, and every page before the last query's packed. Without it, every page is read as
+    packed.
 
     A pytree: the arrays are its leaves. Every op calls `check_pages`, which checks that they fit together.
     """
@@ -103,20 +107,22 @@ class Pages:
 
     @property
     def keys(self) -> Float[Array, "N K P D"]:
-        """K as numbers, for tests and references. Where keys are packed, this unpacks the whole pool; `read` does not."""
+        """K as numbers, for tests and references. Where keys are packed, this unpacks the whole pool; `read` does
+        not."""
         return self.k if self.k_packed is None else unpack(self.k_packed, self.k, self.k_scales)
 
     @property
     def values(self) -> Float[Array, "N K P Dv"]:
-        """V as numbers, for tests and references. Where V is packed or a view of K, this may copy the pool; `read` does not."""
+        """V as numbers, for tests and references. Where V is packed or a view of K, this may copy the pool; `read` does
+        not."""
         if self.v is None:
             return self.keys[..., : self.value_dim]
         return self.v if self.v_packed is None else unpack(self.v_packed, self.v, self.v_scales)
 
     @property
     def without_values(self) -> Pages:
-        """The same keys, with V as one column of K: for ops of which only the logits count. All of the pages where V alone is packed, since
-        pages that are not packed cannot be open."""
+        """The same keys, with V as one column of K: for ops of which only the logits count. All of the pages where V
+        alone is packed, since pages that are not packed cannot be open."""
         if self.k_packed is None and self.packed:
             return self
         opened = None if self.open is None else OpenPages(self.open.k, None, self.open.row_of)
@@ -225,10 +231,11 @@ def check_frames(table: Array, frames: Array | None) -> None:
 
 
 def missing(frames: Int[Array, "B M"], lengths: Int[Array, "B"], blocks: Int[Array, "B *T K W"] | None = None, **sizes) -> Int[Array, "B"]:
-    """Count the listed blocks of each row that some query would attend to and whose page has no frame, over all lists of the row.
+    """Count the listed blocks of each row that some query would attend to and whose page has no frame, over all lists
+    of the row.
 
-    Ops read nothing where a table says -1. So any count above 0 is an error, which the caller has to raise. Blocks that a window leaves out
-    need no frame. Arguments as of `frames_read`.
+    Ops read nothing where a table says -1. So any count above 0 is an error, which the caller has to raise. Blocks that
+    a window leaves out need no frame. Arguments as of `frames_read`.
     """
     read, frame = frames_read(frames, lengths, blocks, **sizes)
     return (read & (frame < 0)).sum(range(1, read.ndim), dtype=jnp.int32)
@@ -304,10 +311,11 @@ def unlike(pages: Pages) -> str | None:
 def as_rows(
     q: Float[Array, "B T H D"], table: Int[Array, "B M"], lengths: Int[Array, "B"], size: int
 ) -> tuple[Float[Array, "R size H D"], Int[Array, "R M"], Int[Array, "R"]]:
-    """The T queries of each sequence as T/size rows of `size` queries, which share its page table: queries, tables, lengths.
+    """The T queries of each sequence as T/size rows of `size` queries, which share its page table: queries, tables,
+    lengths.
 
-    A row's length ends with the last of its queries, so each query keeps its position. It is 0 where none of its queries has a position in
-    the sequence.
+    A row's length ends with the last of its queries, so each query keeps its position. It is 0 where none of its
+    queries has a position in the sequence.
     """
     batch, num_queries = q.shape[:2]
     if num_queries == size:
@@ -318,7 +326,8 @@ def as_rows(
 
 
 def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], nowhere: int) -> Int[Array, "B T"]:
-    """The table's entry (page id or frame) for each token's page, or `nowhere` for -1: an index past the pool, so that writes drop."""
+    """The table's entry (page id or frame) for each token's page, or `nowhere` for -1: an index past the pool, so that
+    writes drop."""
     page = jnp.take_along_axis(table, jnp.clip(logical, 0, table.shape[1] - 1), axis=1)
     there = valid & (logical >= 0) & (logical < table.shape[1]) & (page >= 0)
     return jnp.where(there, page, nowhere)
@@ -327,8 +336,8 @@ def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[A
 def read(
     pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
 ) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
-    """Keys and values of a tile: see `read_tile`. Where V is a view of K, it is read with K. Packed pages are unpacked, this tile only;
-    `open` is not looked at."""
+    """Keys and values of a tile: see `read_tile`. Where V is a view of K, it is read with K. Packed pages are unpacked,
+    this tile only; `open` is not looked at."""
     keys = read_keys(pages, frames, tokens, size)
     if pages.v is None:
         return keys, keys[..., : pages.value_dim]
@@ -343,7 +352,8 @@ def read_keys(pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"]
 def read_open(
     pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
 ) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
-    """Keys and values of a tile of `pages.open`, as `read` gives them. Of a page that is not open, any keys, and zeros as values."""
+    """Keys and values of a tile of `pages.open`, as `read` gives them. Of a page that is not open, any keys, and zeros
+    as values."""
     rows = jnp.where(frames >= 0, pages.open.row_of.at[jnp.maximum(frames, 0)].get(mode="fill", fill_value=-1), -1)
     keys = read_tile(pages.open.k, rows, tokens, size)
     values = keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.open.v, rows, tokens, size)
@@ -363,12 +373,13 @@ def _read_numbers(pool: Array, scales: Array | None, format: PageFormat | None, 
 
 
 def read_tile(pool: Float[Array, "N K P D"], frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int) -> Float[Array, "R n*size D"]:
-    """For each row, `size` tokens of each of n frames, from the given token on. Where a frame is -1, the result is whatever frame 0 holds.
+    """For each row, `size` tokens of each of n frames, from the given token on. Where a frame is -1, the result is
+    whatever frame 0 holds.
 
     R rows share the K heads evenly, in order: one row per KV head, or one per query head.
 
-    Frame, head and token are separate axes of one gather. So no flat offset is formed, which could pass 2^31, and the pool is not reshaped,
-    which can make XLA copy it.
+    Frame, head and token are separate axes of one gather. So no flat offset is formed, which could pass 2^31, and the
+    pool is not reshaped, which can make XLA copy it.
     """
     rows, (_, kv_heads, _, head_dim) = frames.shape[0], pool.shape
 
@@ -381,7 +392,8 @@ def read_tile(pool: Float[Array, "N K P D"], frames: Int[Array, "R n"], tokens: 
 
 
 def visible(pos: Int[Array, "..."], query_pos: Int[Array, "..."], window: tuple[int, int] | None) -> Bool[Array, "..."]:
-    """Whether a query may attend to a key: the key exists (pos >= 0), lies at or before the query, and lies in the window."""
+    """Whether a query may attend to a key: the key exists (pos >= 0), lies at or before the query, and lies in the
+    window."""
     seen = (pos >= 0) & (pos <= query_pos)
     if window is not None:
         seen &= (pos < window[0]) | (pos > query_pos - window[1])

@@ -1,4 +1,5 @@
-"""How every picture of the project is drawn: as wide as a page, with readable text, and with one colour for each policy."""
+"""How every picture of the project is drawn: as wide as a page, with readable text, and with one colour for each
+policy."""
 
 from __future__ import annotations
 
@@ -83,13 +84,15 @@ OTHER_COLORS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#a6761d"
 
 
 def color_of(name: str) -> str:
-    """The colour of a policy in every picture, with +sparse or without. Without an entry in `COLORS`, it depends only on the name."""
+    """The colour of a policy in every picture, with +sparse or without. Without an entry in `COLORS`, it depends only
+    on the name."""
     return COLORS.get(name.removesuffix("+sparse")) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)]
 
 
 @contextlib.contextmanager
 def picture(file: Path, rows: int = 1, columns: int = 1, *, height: float, **options: Any) -> Iterator[tuple[Figure, np.ndarray]]:
-    """A figure of `PAGE_INCHES` and its axes `[rows, columns]` to draw on in the block. At the block's end it is written to `file` as PNG.
+    """A figure of `PAGE_INCHES` and its axes `[rows, columns]` to draw on in the block. At the block's end it is
+    written to `file` as PNG.
 
     height: inches of a row. options: of `Figure.subplots`.
     """
@@ -121,7 +124,8 @@ def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None
 
 
 def log_ticks(axis: Axis, least: int = 3, most: int = 6) -> None:
-    """A logarithmic scale with at least `least` ticks, in plain numbers, within the visible range. Call it after everything is drawn."""
+    """A logarithmic scale with at least `least` ticks, in plain numbers, within the visible range. Call it after
+    everything is drawn."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
     _log(axis)
@@ -142,7 +146,8 @@ def log_ticks(axis: Axis, least: int = 3, most: int = 6) -> None:
 
 
 def token_ticks(axis: Axis, values: Sequence[int], most: int = 5) -> None:
-    """A logarithmic scale of counts from the least to the greatest of `values`, three ticks or more at powers of two: 8K, 32K, 128K."""
+    """A logarithmic scale of counts from the least to the greatest of `values`, three ticks or more at powers of two:
+    8K, 32K, 128K."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     _log(axis)

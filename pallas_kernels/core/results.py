@@ -55,8 +55,8 @@ def device_here() -> dict[str, Any]:
 def provenance(device: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Command line, date (UTC) and versions of this process, and the device.
 
-    device: `device_here` of the process that measured, if that was another one; None: this one's, which initialises it, and on a GPU takes
-    most of the memory that is left.
+    device: `device_here` of the process that measured, if that was another one; None: this one's, which initialises it,
+    and on a GPU takes most of the memory that is left.
     """
     told = {"command": _command(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": versions()}
     return told | dict(device_here() if device is None else device)
@@ -72,8 +72,8 @@ def _command() -> str:
 
 
 def write_result(path: Path, figures: dict) -> None:
-    """Write figures and provenance as JSON, to a file beside `path` that is then renamed. figures: with "provenance", if it is not that of
-    this process. See `finite` for figures that are not finite."""
+    """Write figures and provenance as JSON, to a file beside `path` that is then renamed. figures: with "provenance",
+    if it is not that of this process. See `finite` for figures that are not finite."""
     told = figures if "provenance" in figures else {"provenance": provenance(), **figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:

@@ -26,7 +26,8 @@ def layer_norm(
 
 
 def rotate(x: Float[Array, "... N D"], cos: Float32[Array, "... 1 D2"], sin: Float32[Array, "... 1 D2"]) -> Float[Array, "... N D"]:
-    """RoPE: rotate pair (i, i + D2) of every head; computed in float32, returned in x's dtype. Elements from 2 * D2 on stay."""
+    """RoPE: rotate pair (i, i + D2) of every head; computed in float32, returned in x's dtype. Elements from 2 * D2 on
+    stay."""
     half = cos.shape[-1]
     first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half : 2 * half]))
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

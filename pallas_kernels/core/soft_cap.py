@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 class SoftCap:
     """Logits are cap * tanh(factor * product / cap): never beyond the cap, and in the order of the products.
 
-    It takes the place of the plain factor `sm_scale` of an attention op. Only forms in plain JAX apply it; `pallas_kernels.core.dispatch`
-    passes kernels by. It is no number on purpose: code that would multiply by it fails.
+    It takes the place of the plain factor `sm_scale` of an attention op. Only forms in plain JAX apply it;
+    `pallas_kernels.core.dispatch` passes kernels by. It is no number on purpose: code that would multiply by it fails.
     """
 
     factor: float

@@ -16,8 +16,9 @@ TEXT_WIDTH = 220
 
 @contextlib.contextmanager
 def stages(what: str = "") -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what runs now, and yields a function that says so. On a terminal it is one line that changes. In a log each
-    is a line of its own, with the seconds since the start, so that the log of a run that was ended says how far it came."""
+    """Shows on standard error what runs now, and yields a function that says so. On a terminal it is one line that
+    changes. In a log each is a line of its own, with the seconds since the start, so that the log of a run that was
+    ended says how far it came."""
     console, began = Console(stderr=True), time.monotonic()
     if console.is_terminal:
         with console.status(what) as status:
@@ -33,7 +34,8 @@ def stages(what: str = "") -> Iterator[Callable[[str], None]]:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1) -> Table:
-    """A table for the terminal; the first `left` columns align left, the others right. ValueError for a column without a name."""
+    """A table for the terminal; the first `left` columns align left, the others right. ValueError for a column without
+    a name."""
     if not all(columns):
         raise ValueError(f"every column of a table needs a name, got {list(columns)}")
     made = Table(title=title, title_justify="left")

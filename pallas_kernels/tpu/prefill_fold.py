@@ -1,15 +1,16 @@
-"""Tiles of queries against tiles of keys from pages, on a TPU: code that the prefill kernels share. Each op says which keys a tile walks
-over.
+"""Tiles of queries against tiles of keys from pages, on a TPU: code that the prefill kernels share. Each op says which
+keys a tile walks over.
 
-The page table, starts and lengths are scalar-prefetched; K and V stay in HBM. The grid is (B, units, tiles of queries). A unit shares a
-list of keys: it is a KV head with its query heads, or one query head. A tile's matrix has a row for each token and head of the unit. A grid
-cell walks over its tiles of keys. A tile of keys consists of pieces, which are consecutive tokens of one page. For each piece, `[piece, D]`
-of K and of V are copied into one of two slots in VMEM. While one tile is used, the next is being copied. Tiles are folded in order by
-online softmax in float32. A tile that a row may not read leaves the row's bits unchanged. Where values are bfloat16, weights are rounded to
-bfloat16 for bfloat16 queries, and to the sum of two bfloat16 terms for float32 queries.
+The page table, starts and lengths are scalar-prefetched; K and V stay in HBM. The grid is (B, units, tiles of queries).
+A unit shares a list of keys: it is a KV head with its query heads, or one query head. A tile's matrix has a row for
+each token and head of the unit. A grid cell walks over its tiles of keys. A tile of keys consists of pieces, which are
+consecutive tokens of one page. For each piece, `[piece, D]` of K and of V are copied into one of two slots in VMEM.
+While one tile is used, the next is being copied. Tiles are folded in order by online softmax in float32. A tile that a
+row may not read leaves the row's bits unchanged. Where values are bfloat16, weights are rounded to bfloat16 for
+bfloat16 queries, and to the sum of two bfloat16 terms for float32 queries.
 
-A piece without a page, or after the tile's last query, is not copied. Its logits are -inf, and its values in the slot are set to 0 before
-the product.
+A piece without a page, or after the tile's last query, is not copied. Its logits are -inf, and its values in the slot
+are set to 0 before the product.
 
 Source: FlashAttention-2 (arXiv 2307.08691).
 """
@@ -35,8 +36,9 @@ from pallas_kernels.tpu.tile_copies import TileCopies
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """rows: of a tile of queries, tokens times heads that share keys, a multiple of 16; rounded down to whole tokens, at least 16 of them.
-    key_tile: tokens that are copied and multiplied together, rounded down to whole pieces, at least one."""
+    """rows: of a tile of queries, tokens times heads that share keys, a multiple of 16; rounded down to whole tokens,
+    at least 16 of them. key_tile: tokens that are copied and multiplied together, rounded down to whole pieces, at
+    least one."""
 
     rows: int = 512
     key_tile: int = 512
@@ -50,8 +52,9 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that a kernel is compiled for. group: heads of a unit. tokens: of a tile of queries, `stride` positions apart. piece:
-    tokens of one copy. pieces: of a tile of keys. width: of the page table. terms: bfloat16 terms per weight of bfloat16 values."""
+    """Everything that a kernel is compiled for. group: heads of a unit. tokens: of a tile of queries, `stride`
+    positions apart. piece: tokens of one copy. pieces: of a tile of keys. width: of the page table. terms: bfloat16
+    terms per weight of bfloat16 values."""
 
     kv_heads: int
     units: int
@@ -78,7 +81,8 @@ class Shape:
 
 
 class Tile(NamedTuple):
-    """A grid cell's tile of queries: scalars. position: of its first query. end: the first position that none of its queries sees."""
+    """A grid cell's tile of queries: scalars. position: of its first query. end: the first position that none of its
+    queries sees."""
 
     row: jax.Array
     unit: jax.Array
@@ -89,8 +93,9 @@ class Tile(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Which keys a tile of queries reads. steps: tiles of keys. first: (step, piece) -> position of a piece's first token, negative for
-    none. seen: (step, positions of keys `[1, S]`, negative where there is none, of queries `[rows, 1]`) -> which keys may be read."""
+    """Which keys a tile of queries reads. steps: tiles of keys. first: (step, piece) -> position of a piece's first
+    token, negative for none. seen: (step, positions of keys `[1, S]`, negative where there is none, of queries `[rows,
+    1]`) -> which keys may be read."""
 
     steps: jax.Array
     first: Callable
@@ -98,8 +103,9 @@ class Walk(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """What a kernel computes from the logits besides attention. widths: of its results, one row of each per row of queries. empty: () ->
-    state. fold: (step, logits `[rows, S]`, positions of queries `[rows, 1]`, state) -> state. results: state -> arrays `[rows, width]`."""
+    """What a kernel computes from the logits besides attention. widths: of its results, one row of each per row of
+    queries. empty: () -> state. fold: (step, logits `[rows, S]`, positions of queries `[rows, 1]`, state) -> state.
+    results: state -> arrays `[rows, width]`."""
 
     widths: tuple[tuple[int, str], ...]
     empty: Callable
@@ -113,8 +119,8 @@ NOTHING = Aside((), tuple, lambda step, logits, query_pos, state: state, lambda 
 def shape_of(
     q, pages, table, *, group: int, piece: int, config: Config, sm_scale: float, stride: int = 1, tokens: int | None = None
 ) -> Shape:
-    """group: query heads of a unit. piece: tokens; it divides the page. stride: of q's rows, in positions. tokens: of a tile of queries;
-    None: as `config` says."""
+    """group: query heads of a unit. piece: tokens; it divides the page. stride: of q's rows, in positions. tokens: of a
+    tile of queries; None: as `config` says."""
     tokens = tokens or max(QUERY_TILE, config.rows // group // QUERY_TILE * QUERY_TILE)
     return Shape(
         kv_heads=pages.kv_heads,
@@ -133,7 +139,8 @@ def shape_of(
 
 
 def unsupported(s: Shape, q, pages, table, *, more_smem: int = 0, more_vmem: int = 0) -> str | None:
-    """Why a kernel of this shape cannot take this valid input, with the values, or None. more_smem, more_vmem: bytes it takes beside."""
+    """Why a kernel of this shape cannot take this valid input, with the values, or None. more_smem, more_vmem: bytes it
+    takes beside."""
     arrays = dispatch.signature(q=q, **pages.arrays, table=table)
     if reason := unlike(pages):
         return reason
@@ -155,7 +162,8 @@ def unsupported(s: Shape, q, pages, table, *, more_smem: int = 0, more_vmem: int
 
 
 def _vmem_bytes(s: Shape, q, k) -> int:
-    """Both slots of K and V; q and results, double-buffered; the folded part and a tile's part of it; logits and weights."""
+    """Both slots of K and V; q and results, double-buffered; the folded part and a tile's part of it; logits and
+    weights."""
     head_dim, wide = q.shape[3], 4
     slots = 4 * s.key_tile * head_dim * k.dtype.itemsize
     moved = 2 * s.rows * 2 * head_dim * q.dtype.itemsize + 2 * SUBLANES * padded(s.rows, LANES) * wide
@@ -177,10 +185,11 @@ def launch(
     *,
     interpret,
 ) -> tuple[jax.Array, ...]:
-    """Attention of q `[B, T, H, D]`, T rows `s.stride` positions apart from `starts` on: out and lse as `flash_attention` returns them,
-    then the results of `aside`, `[B, T, H, width]`.
+    """Attention of q `[B, T, H, D]`, T rows `s.stride` positions apart from `starts` on: out and lse as
+    `flash_attention` returns them, then the results of `aside`, `[B, T, H, width]`.
 
-    walk_of: (tile, reference to its list) -> Walk. lists: int32 `[B, units, tiles, W]`; a grid cell has its list in scalar memory.
+    walk_of: (tile, reference to its list) -> Walk. lists: int32 `[B, units, tiles, W]`; a grid cell has its list in
+    scalar memory.
     """
     batch, _, num_heads, head_dim = q.shape
     num_rows = q.shape[1]
@@ -273,7 +282,8 @@ def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, leng
 
 
 def _piece(s: Shape, tile: Tile, walk: Walk, table, step, i):
-    """For the i-th piece of a tile of keys: whether it can be read, its first position, its frame, and its first token in the page."""
+    """For the i-th piece of a tile of keys: whether it can be read, its first position, its frame, and its first token
+    in the page."""
     first = walk.first(step, i)
     inside = (first >= 0) & (first < tile.end)
     first = jnp.where(inside, first, 0)
@@ -288,8 +298,8 @@ def empty(rows: int, head_dim: int):
 
 
 def fold(partial, logits, values, terms: int):
-    """Add a tile. A tile that a row may not read leaves the row's bits unchanged. terms: bfloat16 terms per weight, where values are
-    bfloat16."""
+    """Add a tile. A tile that a row may not read leaves the row's bits unchanged. terms: bfloat16 terms per weight,
+    where values are bfloat16."""
     top, total, weighted = partial
     new_top = jnp.maximum(top, logits.max(1, keepdims=True))
     shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # -inf minus -inf would be NaN
@@ -310,7 +320,8 @@ def weighted_sum(weights, values, terms: int):
 
 
 def product(a, b, contract: int):
-    """a's columns against axis `contract` of b, in float32. By default the matrix unit would round float32 to bfloat16."""
+    """a's columns against axis `contract` of b, in float32. By default the matrix unit would round float32 to
+    bfloat16."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 

@@ -1,4 +1,5 @@
-"""Copies of keys and values of one KV head from pages in HBM to vector memory, a tile at a time, into one of two slots."""
+"""Copies of keys and values of one KV head from pages in HBM to vector memory, a tile at a time, into one of two
+slots."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ _NOWHERE = -(2**30)  # a position before every sequence; with any offset in a ti
 class TileCopies:
     """The copies that fill one slot with one tile, piece by piece. A piece that cannot be read is not copied.
 
-    piece: number of a piece in the tile -> whether it can be read, its first position, its frame, and its first token in the page. length:
-    tokens written. k, v: the pool, and its slots `[2, pieces, tokens of a piece, D]`. arrived: a semaphore per slot.
+    piece: number of a piece in the tile -> whether it can be read, its first position, its frame, and its first token
+    in the page. length: tokens written. k, v: the pool, and its slots `[2, pieces, tokens of a piece, D]`. arrived: a
+    semaphore per slot.
     """
 
     piece: Callable
@@ -48,7 +50,8 @@ class TileCopies:
         self.each(lambda copy: copy.start())
 
     def wait(self):
-        """Wait for all copies that `start` started. A slot has one semaphore for all its copies, so single copies cannot be waited for."""
+        """Wait for all copies that `start` started. A slot has one semaphore for all its copies, so single copies
+        cannot be waited for."""
         self.each(lambda copy: copy.wait())
 
     def clean(self):

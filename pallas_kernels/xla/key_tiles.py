@@ -18,7 +18,8 @@ GROWTH = 4
 
 
 FIRST, LARGEST, STRIDE = 8192, 98304, 131072
-"""Tokens of the first tile, of the largest, and of a stride on an accelerator. Tiles end at 8K, 32K and 128K tokens, if memory allows."""
+"""Tokens of the first tile, of the largest, and of a stride on an accelerator. Tiles end at 8K, 32K and 128K tokens, if
+memory allows."""
 
 
 def on_cpu() -> bool:
@@ -35,9 +36,11 @@ def fitting(bytes_each: int, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The tiles of a row of `count` entries: small ones at its beginning that grow from `first` to `largest`, then equal ones.
+    """The tiles of a row of `count` entries: small ones at its beginning that grow from `first` to `largest`, then
+    equal ones.
 
-    Where a tile begins and ends does not depend on `count`. Equal tiles are folded in strides of `stride` tiles (`walk`).
+    Where a tile begins and ends does not depend on `count`. Equal tiles are folded in strides of `stride` tiles
+    (`walk`).
     """
 
     count: int
@@ -73,7 +76,8 @@ class Cut:
 
 
 def cut(count: int, size: int, bytes_each: int) -> Cut:
-    """How an accelerator cuts a row of `count` entries of `size` tokens, with temporary arrays of `bytes_each` for an entry."""
+    """How an accelerator cuts a row of `count` entries of `size` tokens, with temporary arrays of `bytes_each` for an
+    entry."""
     largest = fitting(bytes_each, max(1, LARGEST // size))
     return Cut(count, max(1, min(FIRST // size, largest)), largest, -(-STRIDE // (largest * size)))
 
@@ -81,9 +85,9 @@ def cut(count: int, size: int, bytes_each: int) -> Cut:
 def walk(cut: Cut, used: Int[Array, ""], fold: Callable[[Any, int, Any], Any], state: Any) -> Any:
     """Fold the tiles of a row in order.
 
-    fold: `(start, size, state) -> state`; a tile without readable entries must leave the state as it is. used: entries up to the last
-    readable one. Tiles behind it may be folded or not. A row of more than one stride looks, before each stride, whether anything is left.
-    On a GPU the host takes each look, and the device waits for it.
+    fold: `(start, size, state) -> state`; a tile without readable entries must leave the state as it is. used: entries
+    up to the last readable one. Tiles behind it may be folded or not. A row of more than one stride looks, before each
+    stride, whether anything is left. On a GPU the host takes each look, and the device waits for it.
     """
     for start, size in cut.growing:
         state = fold(start, size, state)

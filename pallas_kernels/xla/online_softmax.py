@@ -1,7 +1,7 @@
 """Softmax-weighted sums over tiles of keys, one tile at a time: the arithmetic that the `xla` attention ops share.
 
-Tiles are folded in the order given. A tile in which a row may read nothing (all its logits -inf) leaves that row's bits unchanged. So a
-row's result does not depend on how many such tiles it walks through because of other rows.
+Tiles are folded in the order given. A tile in which a row may read nothing (all its logits -inf) leaves that row's bits
+unchanged. So a row's result does not depend on how many such tiles it walks through because of other rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pallas_kernels.core.soft_cap import Scale, scaled
 
 
 class Partial(NamedTuple):
-    """Attention over the keys folded in so far, all float32: greatest logit, and sum of exponentials and weighted values relative to it."""
+    """Attention over the keys folded in so far, all float32: greatest logit, and sum of exponentials and weighted
+    values relative to it."""
 
     top: Float[Array, "*rows"]
     total: Float[Array, "*rows"]

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class FileJob:
     """A job from one file to another. Making it checks the paths, and whether an earlier run may go on as `setup` says.
 
-    `records` reads the input. Then work has about how many tokens each record takes, by its line, and ignored how many records gave each
-    field that changes nothing. ValueError and BlockingIOError if the job cannot be done; nothing was changed then.
+    `records` reads the input. Then work has about how many tokens each record takes, by its line, and ignored how many
+    records gave each field that changes nothing. ValueError and BlockingIOError if the job cannot be done; nothing was
+    changed then.
 
     Args:
         source, out: the input, and the output.
@@ -66,8 +67,8 @@ class FileJob:
         self.ignored: Counter[str] = Counter()
 
     def records(self) -> Iterator[Record]:
-        """The records of the input, in order. When all were read: ValueError if there is none, if an earlier run read other lines, or if an
-        earlier version of kvjax left records that draw."""
+        """The records of the input, in order. When all were read: ValueError if there is none, if an earlier run read
+        other lines, or if an earlier version of kvjax left records that draw."""
         drawn = []
         for record in self.reading.records(self.defaults):
             self.work[record.line] = work_of(record)
@@ -106,7 +107,8 @@ def complete(
     Args:
         job: its files.
         described: what its answers depend on (`job.describe_job`).
-        answer: the lines that an earlier run answered -> a result for each of the others, in any order. It tells the progress of tokens.
+        answer: the lines that an earlier run answered -> a result for each of the others, in any order. It tells the
+            progress of tokens.
         console: where to show progress; None: nowhere.
         shown: arguments of `JobProgress`.
     """

@@ -1,7 +1,7 @@
 """Files of a batch job: JSON lines, which gzip may have compressed, or Parquet by the suffix `.parquet`.
 
-A row of a Parquet input is a record whose fields are the columns; null means that a field is left out. A Parquet output has the columns of
-`COLUMNS`. It needs the extra `ray`, which brings pyarrow.
+A row of a Parquet input is a record whose fields are the columns; null means that a field is left out. A Parquet output
+has the columns of `COLUMNS`. It needs the extra `ray`, which brings pyarrow.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ COLUMNS = {
     **dict.fromkeys(("blocks_per_step", "keys_per_step"), "float64"),
     **dict.fromkeys(("error", "answer"), "string"),
 }
-"""The columns of a Parquet output, and their types. `answer` is the line that a JSONL output would have. `id` is text, of numbers, too. The
-others are fields of that line, null where it does not have them; `error` is the message."""
+"""The columns of a Parquet output, and their types. `answer` is the line that a JSONL output would have. `id` is text,
+of numbers, too. The others are fields of that line, null where it does not have them; `error` is the message."""
 
 ROWS = 1024
 """Rows that are read or written at a time."""
@@ -64,7 +64,8 @@ def is_gzip(path: Path) -> bool:
 
 
 def check_form(path: Path) -> None:
-    """ValueError if an input is neither lines, nor compressed by gzip, nor Parquet, as far as its beginning and its name tell."""
+    """ValueError if an input is neither lines, nor compressed by gzip, nor Parquet, as far as its beginning and its
+    name tell."""
     if is_parquet(path):
         return
     packed = is_gzip(path)
@@ -109,10 +110,11 @@ def check_extras(*paths: Path) -> None:
 
 
 def numbered(path: Path, first: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
-    """(number, offset, line) of every line from the one numbered `first`, which begins at byte `offset` of the uncompressed text.
+    """(number, offset, line) of every line from the one numbered `first`, which begins at byte `offset` of the
+    uncompressed text.
 
-    Rows of a Parquet file are objects, without their nulls, and have offset 0. Few lines are in memory at a time. ValueError for a file
-    that is damaged.
+    Rows of a Parquet file are objects, without their nulls, and have offset 0. Few lines are in memory at a time.
+    ValueError for a file that is damaged.
     """
     if is_parquet(path):
         yield from ((number, 0, row) for number, row in _rows(path, first))
@@ -186,9 +188,9 @@ DIGEST, BYTES = "input with SHA-256", "input bytes"
 class Reading:
     """One pass over an input.
 
-    source: the file. earlier: how many bytes of it an earlier run read, uncompressed; None: no run did, or it does not say. offset: where
-    the latest line began, in bytes. repeated: lines that are equal to an earlier one with the same id. taken: as in `records.read`.
-    `described` and `earlier_digest` are right when all records were read.
+    source: the file. earlier: how many bytes of it an earlier run read, uncompressed; None: no run did, or it does not
+    say. offset: where the latest line began, in bytes. repeated: lines that are equal to an earlier one with the same
+    id. taken: as in `records.read`. `described` and `earlier_digest` are right when all records were read.
     """
 
     def __init__(self, source: Path, earlier: int | None = None):
@@ -196,7 +198,8 @@ class Reading:
         self.repeated: list[int] = []
         self.taken: list[int] = []
         self.earlier_digest: str | None = None
-        """The digest of the earlier run's bytes; None if they are not there, or the last of their lines has become longer."""
+        """The digest of the earlier run's bytes; None if they are not there, or the last of their lines has become
+        longer."""
         self._earlier, self._read, self._digest = earlier, 0, hashlib.sha256()
 
     def records(self, defaults: Defaults) -> Iterator[Record]:
@@ -204,7 +207,8 @@ class Reading:
         return read(self._lines(), defaults, self.repeated, self.taken)
 
     def described(self) -> dict[str, Any]:
-        """What a job's header says of the input. A Parquet file is one whole, so its rows have no bytes of their own."""
+        """What a job's header says of the input. A Parquet file is one whole, so its rows have no bytes of their
+        own."""
         if is_parquet(self.source):
             with open(self.source, "rb") as file:
                 return {DIGEST: hashlib.file_digest(file, "sha256").hexdigest(), BYTES: None}

@@ -1,13 +1,14 @@
-"""Batch jobs: many records through one engine or several replicas, as a library call and as a file job that can be killed and run again.
+"""Batch jobs: many records through one engine or several replicas, as a library call and as a file job that can be
+killed and run again.
 
     for answer in run_batch([{"id": "a", "prompt": "Once"}], engine):
         print(answer["text"])
 
     print(run_file("in.jsonl", "out.jsonl", engine))
 
-The formats of records are in `batch.records`, those of answers in `batch.results`. Prompts of similar length run together, the longest
-first. An answer's bits do not depend on which others run beside it. So a job that was killed and continued, with the same number of slots,
-has the same output as one that was not.
+The formats of records are in `batch.records`, those of answers in `batch.results`. Prompts of similar length run
+together, the longest first. An answer's bits do not depend on which others run beside it. So a job that was killed and
+continued, with the same number of slots, has the same output as one that was not.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ def run_batch(
     on_token: OnToken | None = None,
     steps_per_launch: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
+    """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it
+    completes.
 
-    engine: one, or several replicas (`kvjax.replicas`), which share the records. policy: the decode policy; None is the engine's. slots:
-    sequences that an engine decodes together; None is 8, or fewer if its largest batch bucket is smaller. defaults: settings for records
-    that do not name them. An answer is the object that a file job would write. A record that cannot be answered gives an object with
-    `error`. steps_per_launch: as in `kvjax.Scheduler`.
+    engine: one, or several replicas (`kvjax.replicas`), which share the records. policy: the decode policy; None is the
+    engine's. slots: sequences that an engine decodes together; None is 8, or fewer if its largest batch bucket is
+    smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write.
+    A record that cannot be answered gives an object with `error`. steps_per_launch: as in `kvjax.Scheduler`.
     """
     engines = engines_of(engine, "run_batch")
     options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
@@ -86,15 +88,17 @@ def run_file(
     steps_per_launch: int = 1,
     continue_anyway: bool = False,
 ) -> Summary:
-    """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
+    """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing
+    figures.
 
-    Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
-    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, cache format, defaults or slots are not those it began with
-    (slots may differ with continue_anyway: the last bits of answers may then, too), or if the input has other lines than the earlier run
-    read, but for new ones at its end. `out` appears complete at the end; ValueError if it exists by then, unless overwrite. Lines that are
-    equal, with one id, have one answer; ValueError before anything runs if lines with one id differ. engine: one, or several replicas;
-    their number may change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and where
-    those of the pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.
+    Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is
+    missing. ValueError if model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, cache format,
+    defaults or slots are not those it began with (slots may differ with continue_anyway: the last bits of answers may
+    then, too), or if the input has other lines than the earlier run read, but for new ones at its end. `out` appears
+    complete at the end; ValueError if it exists by then, unless overwrite. Lines that are equal, with one id, have one
+    answer; ValueError before anything runs if lines with one id differ. engine: one, or several replicas; their number
+    may change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and
+    where those of the pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.
     """
     engines = engines_of(engine, "run_file")
     job = FileJob(Path(source), Path(out), defaults, overwrite=overwrite, anyway=continue_anyway)
@@ -132,7 +136,8 @@ def run_records(
 def describe_job(
     engine: Engine, policy: str | DecodePolicy | None, defaults: Defaults, slots: int | None, setup: Setup | None = None
 ) -> dict[str, Any]:
-    """Everything that the answers depend on but the input. A later run is compared with it. setup: what made the engine."""
+    """Everything that the answers depend on but the input. A later run is compared with it. setup: what made the
+    engine."""
     stats, chosen = engine.stats(), engine.policy if policy is None else parse(policy)
     # A description begins with the policy's name, as it is typed.
     said = {"--policy": chosen.describe().partition(" (")[0]}
@@ -169,7 +174,8 @@ def answer_records(
     on_prompt: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Iterator[Result]:
-    """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in memory.
+    """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in
+    memory.
 
     on_prompt: called with a record's line and the tokens of its prompt, before it runs. options: those of `kvjax.run`.
     """
@@ -207,8 +213,8 @@ def prepared(
 ) -> Iterator[tuple[Record | None, Request | ValueError | None]]:
     """Each record with its request, or with the error of one that cannot run.
 
-    A long text takes seconds to tokenize, so a thread does it, one text at a time, while others run; its record comes when it is ready.
-    busy: whether requests run. (None, None): there is none just now, and some run.
+    A long text takes seconds to tokenize, so a thread does it, one text at a time, while others run; its record comes
+    when it is ready. busy: whether requests run. (None, None): there is none just now, and some run.
     """
 
     def tried(record: Record) -> Request | ValueError:
@@ -241,7 +247,8 @@ def prepared(
 
 
 def _in_thread[T, R](work: Callable[[T], R], given: T) -> Future[R]:
-    """What `work` makes of `given`, in a thread for which nobody waits at the end: Ctrl-C ends a job though a tokenizer runs."""
+    """What `work` makes of `given`, in a thread for which nobody waits at the end: Ctrl-C ends a job though a tokenizer
+    runs."""
     future: Future[R] = Future()
 
     def run_it() -> None:

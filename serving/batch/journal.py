@@ -1,8 +1,8 @@
 """A file of JSON lines that survives the job that writes it.
 
-Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. Each line ends with a checksum
-of the first line and of its own other fields. A killed job leaves the file behind. At most its last line is incomplete, and that line is
-dropped when the job is run again.
+Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. Each line ends
+with a checksum of the first line and of its own other fields. A killed job leaves the file behind. At most its last
+line is incomplete, and that line is dropped when the job is run again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ SYNC_SECONDS = 1.0
 
 
 class Journal:
-    """The entries of one job so far. job: what must be equal for a later run to continue; any JSON values, no name of which is `crc`.
+    """The entries of one job so far. job: what must be equal for a later run to continue; any JSON values, no name of
+    which is `crc`.
 
-    A subclass defines its FORMAT, EARLIER, the format of files without checksums, a description WHAT, the KEYS of every entry, and
-    `_keep`, which remembers an entry. Raises ValueError if the file is another job's or not a journal, and BlockingIOError if a running
-    job holds it.
+    A subclass defines its FORMAT, EARLIER, the format of files without checksums, a description WHAT, the KEYS of every
+    entry, and `_keep`, which remembers an entry. Raises ValueError if the file is another job's or not a journal, and
+    BlockingIOError if a running job holds it.
     """
 
     FORMAT: str
@@ -99,7 +100,8 @@ class Journal:
                 time.sleep(pause)
 
     def _is_there(self) -> bool:
-        """Whether the locked file is still the one of this name: a job that ends removes its file while others may wait for it."""
+        """Whether the locked file is still the one of this name: a job that ends removes its file while others may wait
+        for it."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except FileNotFoundError:
@@ -138,8 +140,8 @@ class Journal:
     def entries(cls, file: IO[bytes], path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
         """(entry, where it begins, where it ends) of each complete line, the header first.
 
-        An entry with the key `CONTINUED` holds what a later run changed of the header. ValueError for another file, and for a line that is
-        damaged and not the last. path: for messages.
+        An entry with the key `CONTINUED` holds what a later run changed of the header. ValueError for another file, and
+        for a line that is damaged and not the last. path: for messages.
         """
         end, first, unchecked = 0, b"", True
         for number, text in enumerate(iter(file.readline, b""), 1):
@@ -160,7 +162,8 @@ class Journal:
             end += len(text)
 
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-        """ValueError if the job of the header `found` may not go on as `header`. Returns what the file must be told of the header."""
+        """ValueError if the job of the header `found` may not go on as `header`. Returns what the file must be told of
+        the header."""
         from kvjax.model.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
@@ -204,7 +207,8 @@ def checked(value: Mapping[str, Any], header: bytes = b"") -> bytes:
 
 
 def _end(fields: bytes, header: bytes) -> bytes:
-    """The end of a line, behind these of its fields: the CRC-32 of the first line and of them. A line of another file has another one."""
+    """The end of a line, behind these of its fields: the CRC-32 of the first line and of them. A line of another file
+    has another one."""
     return CHECKSUM + b'%08x"}\n' % zlib.crc32(fields, zlib.crc32(header))
 
 
@@ -224,8 +228,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _entry(text: bytes, keys: set[str] | frozenset[str], first: bytes, *, unchecked: bool) -> dict[str, Any] | None:
-    """The entry of a whole line, which has at least `keys`; None for another. first: the file's first line. unchecked: whether it may have
-    no checksum."""
+    """The entry of a whole line, which has at least `keys`; None for another. first: the file's first line. unchecked:
+    whether it may have no checksum."""
     if not text.endswith(b"\n") or not (_is_whole(text, first) or (unchecked and CHECKSUM not in text)):
         return None
     try:

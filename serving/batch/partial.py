@@ -1,7 +1,7 @@
 """The file that holds a job's results until all are complete.
 
-Every result is kept with the number of its input line, in a `batch.journal`. At the end the results are written in input order to a third
-file, which is renamed to the output.
+Every result is kept with the number of its input line, in a `batch.journal`. At the end the results are written in
+input order to a third file, which is renamed to the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "key
 
 @dataclasses.dataclass(frozen=True)
 class EarlierRun:
-    """What a partial file says of the run that left it. header: what its answers depend on. lines: the input lines that it answered."""
+    """What a partial file says of the run that left it. header: what its answers depend on. lines: the input lines that
+    it answered."""
 
     header: Mapping[str, Any]
     lines: Collection[int]
@@ -34,7 +35,8 @@ class EarlierRun:
 class Partial(Journal):
     """The results of one job so far.
 
-    Raises ValueError if the file is another job's or not a partial result, and BlockingIOError if a running job holds it.
+    Raises ValueError if the file is another job's or not a partial result, and BlockingIOError if a running job holds
+    it.
 
     Args:
         path: the file.
@@ -102,8 +104,8 @@ class Partial(Journal):
         self._append({"line": result.line, "counts": counts, "output": result.output} | missed)
 
     def finish(self, out: Path, *, overwrite: bool = False, taken: Collection[int] = ()) -> None:
-        """Write the outputs in input order, rename them to `out`, and remove this file. ValueError, and this file stays, if `out` is there
-        and `overwrite` is not given. taken: as in `results.named`."""
+        """Write the outputs in input order, rename them to `out`, and remove this file. ValueError, and this file
+        stays, if `out` is there and `overwrite` is not given. taken: as in `results.named`."""
         self._sync()
         try:
             with replacing(out, overwrite=overwrite) as ordered, open(ordered, "wb") as file:

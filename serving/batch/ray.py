@@ -2,14 +2,14 @@
 
     print(run_on_ray("in.jsonl", "out.jsonl", Setup("needle", policy="cascade:8"), replicas=4, gpus_per_replica=0.5))
 
-This process reads the input once, and keeps places and sizes of its records, not the records. Ray Data hands blocks of lines to a pool of
-actors. Each has its own model and engine, reads its lines from the input itself, and sends every answer back when it is complete. This
-process appends it to the partial file of `run_file`. So the output is that of `run_file`, in the order of the input, and a job can be begun
-by one and continued by the other.
+This process reads the input once, and keeps places and sizes of its records, not the records. Ray Data hands blocks of
+lines to a pool of actors. Each has its own model and engine, reads its lines from the input itself, and sends every
+answer back when it is complete. This process appends it to the partial file of `run_file`. So the output is that of
+`run_file`, in the order of the input, and a job can be begun by one and continued by the other.
 
-If a worker dies, Ray runs its block again elsewhere. Answers that are here already are dropped when they come a second time, and records
-without an answer run again at the end, so none is lost and none doubled. After `DEATHS` deaths of a block, its records run one by one: one
-that kills its worker as often gets an error of its own.
+If a worker dies, Ray runs its block again elsewhere. Answers that are here already are dropped when they come a second
+time, and records without an answer run again at the end, so none is lost and none doubled. After `DEATHS` deaths of a
+block, its records run one by one: one that kills its worker as often gets an error of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ DEATHS = 3
 """So often a worker may die while it runs a block, and then a record by itself."""
 
 BLOCK_ROUNDS = 32
-"""A block has at most this many records per slot. At its end some slots are empty, and all of it runs again if its worker dies."""
+"""A block has at most this many records per slot. At its end some slots are empty, and all of it runs again if its
+worker dies."""
 
 BLOCKS_PER_REPLICA = 8
 """A job has about so many blocks per replica, or more, so that all replicas end at about the same time."""
@@ -65,15 +66,17 @@ def run_on_ray(
 ) -> Summary:
     """Answer every record of the file `source` on a Ray cluster, and write the answers to `out` in the same order.
 
-    It uses the cluster that Ray is connected to, or finds (`RAY_ADDRESS`, or `ray start` on this machine), or else starts one on this
-    machine and stops it at the end. The workers need kvjax, and the input and the model under the same paths. ValueError, and what a killed
-    job does when it is run again: as in `run_file`. MissingExtra without the extra `ray`.
+    It uses the cluster that Ray is connected to, or finds (`RAY_ADDRESS`, or `ray start` on this machine), or else
+    starts one on this machine and stops it at the end. The workers need kvjax, and the input and the model under the
+    same paths. ValueError, and what a killed job does when it is run again: as in `run_file`. MissingExtra without the
+    extra `ray`.
 
     Args:
         source, out: JSONL, or Parquet by its suffix.
         setup: the model, and the arguments of each engine.
         replicas: worker processes, each with its own model and engine.
-        gpus_per_replica: GPUs that Ray reserves for each: a fraction below 1, or a whole number. None: 1 if the cluster has any, else 0.
+        gpus_per_replica: GPUs that Ray reserves for each: a fraction below 1, or a whole number. None: 1 if the cluster
+            has any, else 0.
         cpus_per_replica: CPUs that Ray reserves for each.
         defaults, overwrite, console, continue_anyway: as in `run_file`.
     """
@@ -111,7 +114,8 @@ def run_on_ray(
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What is kept of an input. offsets: where each record that can run begins, in bytes, by its line. wrong: records that cannot."""
+    """What is kept of an input. offsets: where each record that can run begins, in bytes, by its line. wrong: records
+    that cannot."""
 
     offsets: Mapping[int, int]
     wrong: tuple[Record, ...]
@@ -130,7 +134,8 @@ class Outline:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What every worker needs to know. folder: relative names, of a model or a policy's file, count from it. gpus: how much it has."""
+    """What every worker needs to know. folder: relative names, of a model or a policy's file, count from it. gpus: how
+    much it has."""
 
     source: Path
     defaults: Defaults
@@ -146,7 +151,8 @@ class Place:
 
 
 def _scout(setup: Setup, place: Place) -> tuple[Setup, dict[str, Any], str]:
-    """In a worker, because only there is the device: the setup with its number of pages, the job's description, and what to say."""
+    """In a worker, because only there is the device: the setup with its number of pages, the job's description, and
+    what to say."""
     place.enter()
     model = setup.load()
     setup = setup.sized(model, read(lines(place.source), place.defaults))
@@ -167,7 +173,8 @@ class Attempts:
 
 
 class Replica:
-    """One worker of the pool: a model, an engine, and what answers blocks of lines. attempts: a handle of an actor `Attempts`."""
+    """One worker of the pool: a model, an engine, and what answers blocks of lines. attempts: a handle of an actor
+    `Attempts`."""
 
     def __init__(self, setup: Setup, place: Place, attempts: Any):
         place.enter()
@@ -273,7 +280,8 @@ def _cluster(replicas: int, gpus: float | None, cpus: float) -> Iterator[dict[st
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """An error of our own code in a worker is raised with its own type, so that the command line can print it as one line."""
+    """An error of our own code in a worker is raised with its own type, so that the command line can print it as one
+    line."""
     import ray
 
     try:

@@ -2,14 +2,16 @@
 
 There are two formats; each line may have either:
 
-* plain: `id` (text or whole number; the line number where there is none, see `read`), and the fields of `bodies.Fields.PLAIN`.
+* plain: `id` (text or whole number; the line number where there is none, see `read`), and the fields of
+  `bodies.Fields.PLAIN`.
 * OpenAI's batch file format: `custom_id`, `body`, and `method`, `url` where given; chat completions and completions.
 
 `kvjax.serving.bodies` says which fields there are, which of them change nothing, and which values ask for nothing.
 
-Defaults: plain records are greedy and OpenAI requests have that API's temperature of 1, unless the job names a temperature. The length
-limit is the job's. The seed is made from the record's id and the job's seed, so equal prompts with different ids give different samples,
-and a job that is run again gives the same ones. `model` in an OpenAI body is not checked: the answer's `model` names the model that ran.
+Defaults: plain records are greedy and OpenAI requests have that API's temperature of 1, unless the job names a
+temperature. The length limit is the job's. The seed is made from the record's id and the job's seed, so equal prompts
+with different ids give different samples, and a job that is run again gives the same ones. `model` in an OpenAI body is
+not checked: the answer's `model` names the model that ran.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _ENDPOINTS = (CHAT, COMPLETIONS)
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """The job's settings for records without them: max_new_tokens (tokens), temperature (None: the format's default), seed."""
+    """The job's settings for records without them: max_new_tokens (tokens), temperature (None: the format's default),
+    seed."""
 
     max_new_tokens: int = 128
     temperature: float | None = None
@@ -47,10 +50,10 @@ class Defaults:
 class Record:
     """One line of the input. Exactly one of prompt (text or token ids), messages and error is set.
 
-    line: its number in the input, from 1. id: None only for an OpenAI request without a usable one. numbered: whether the id is the line's
-    number, because the line gives none that can be used. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments
-    of `kvjax.Sampling`. template_options: variables of the chat template. parse_special: as in `prompt_ids`. ignored: given fields that
-    change nothing. cache_salt: the request's own.
+    line: its number in the input, from 1. id: None only for an OpenAI request without a usable one. numbered: whether
+    the id is the line's number, because the line gives none that can be used. endpoint: None for a plain record, else
+    the OpenAI endpoint. sampling: arguments of `kvjax.Sampling`. template_options: variables of the chat template.
+    parse_special: as in `prompt_ids`. ignored: given fields that change nothing. cache_salt: the request's own.
     """
 
     line: int
@@ -84,10 +87,11 @@ def read(
 ) -> Iterator[Record]:
     """Records of the lines (JSON text, or objects already parsed), in order; blank lines are skipped but counted.
 
-    A bad line gives a record with `error`. A line that is equal to an earlier one with the same id is the same record: it is skipped, and
-    its number is added to `repeated`. ValueError at the end of the lines if some with the same id differ: which of them an answer with this
-    id belongs to, nobody could tell. A line without an id has its number, which no line may have given as its id: at the end of the lines,
-    `taken` gets the numbers for which one did, and `results.named` gives their answers another id.
+    A bad line gives a record with `error`. A line that is equal to an earlier one with the same id is the same record:
+    it is skipped, and its number is added to `repeated`. ValueError at the end of the lines if some with the same id
+    differ: which of them an answer with this id belongs to, nobody could tell. A line without an id has its number,
+    which no line may have given as its id: at the end of the lines, `taken` gets the numbers for which one did, and
+    `results.named` gives their answers another id.
     """
     seen: dict[str | int, tuple[int, bytes]] = {}
     differ: list[tuple[str | int, int, int]] = []
@@ -229,7 +233,8 @@ def _custom_id(fields: Mapping[str, Any]) -> str:
 
 
 def _endpoint(fields: Mapping[str, Any]) -> str:
-    """The endpoint of an OpenAI line: its url, else by the fields of its body. Unclear lines count as chat; `_unwrap` checks them."""
+    """The endpoint of an OpenAI line: its url, else by the fields of its body. Unclear lines count as chat; `_unwrap`
+    checks them."""
     body = fields.get("body")
     if isinstance(fields.get("url"), str) and fields["url"] in _ENDPOINTS:
         return fields["url"]
@@ -255,7 +260,8 @@ def seed_of(record_id: str | int | None, job_seed: int) -> int:
 
 
 def request_of(record: Record, tokenizer: Any, positions: int) -> Request:
-    """The engine's request of a record: messages rendered, and text tokenised. ValueError says what is wrong with it."""
+    """The engine's request of a record: messages rendered, and text tokenised. ValueError says what is wrong with
+    it."""
     sampling = Sampling(**record.sampling)
     options, parse_special = record.template_options, record.parse_special
     ids = prompt_ids(record.prompt, record.messages, options, tokenizer, positions, parse_special=parse_special)

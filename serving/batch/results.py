@@ -24,10 +24,12 @@ INVALID = "invalid_request_error"
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A record's answer. output: the line, ready for JSON. Counts are in tokens; blocks and keys per step as in `Completion`.
+    """A record's answer. output: the line, ready for JSON. Counts are in tokens; blocks and keys per step as in
+    `Completion`.
 
-    Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed. out_of_pages: whether it
-    failed because the pool is too small. missed: the fields of `kvjax.engine.missed.Missed`, where the policy is watched.
+    Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed.
+    out_of_pages: whether it failed because the pool is too small. missed: the fields of `kvjax.engine.missed.Missed`,
+    where the policy is watched.
     """
 
     line: int
@@ -44,7 +46,8 @@ class Result:
 
 
 def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
-    """The result of a completion. If it has an error, or log-probabilities that are not finite, the result is that of `refused`."""
+    """The result of a completion. If it has an error, or log-probabilities that are not finite, the result is that of
+    `refused`."""
     if completion.error is not None:
         return dataclasses.replace(refused(record, str(completion.error)), out_of_pages=isinstance(completion.error, OutOfPages))
     choices = completion.choices or (completion,)
@@ -78,7 +81,8 @@ def error_of(output: Mapping[str, Any]) -> str | None:
 
 
 def named(output: dict[str, Any], line: int, taken: Collection[int]) -> dict[str, Any]:
-    """An output line with its id. taken: the lines without an id whose number is the id of another line (`records.read`)."""
+    """An output line with its id. taken: the lines without an id whose number is the id of another line
+    (`records.read`)."""
     return output | {"id": by_line(line)} if line in taken else output
 
 
@@ -169,8 +173,8 @@ def _chat_logprobs(chosen: list[dict[str, Any]], best: list[list[dict[str, Any]]
 
 
 def _text_logprobs(chosen: list[dict[str, Any]], best: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The most likely tokens of a place are an object by text, including the chosen token. Of tokens with equal text the likeliest is
-    kept."""
+    """The most likely tokens of a place are an object by text, including the chosen token. Of tokens with equal text
+    the likeliest is kept."""
     tops = []
     for entry, place in zip(chosen, best, strict=True):
         top: dict[str, float] = {}
@@ -200,12 +204,13 @@ def _digest(record: Record) -> str:
 class Summary:
     """The closing figures of a job.
 
-    records, errors, prompt_tokens, generated_tokens: counts of the whole output. earlier: records that an earlier run had finished.
-    seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means over all decode steps.
-    found_tokens: of the prompts of this run, those that were found and not computed. first_errors: (line, message) of the first records
-    that failed, by line. ignored: how many records gave each field that changes nothing. repeated: lines that are equal to an earlier one
-    with the same id, and have no answer of their own. slots: each number of slots that a run of the job had, in turn. missed: what was
-    measured in all answers; None where the policy is not watched.
+    records, errors, prompt_tokens, generated_tokens: counts of the whole output. earlier: records that an earlier run
+    had finished. seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means
+    over all decode steps. found_tokens: of the prompts of this run, those that were found and not computed.
+    first_errors: (line, message) of the first records that failed, by line. ignored: how many records gave each field
+    that changes nothing. repeated: lines that are equal to an earlier one with the same id, and have no answer of their
+    own. slots: each number of slots that a run of the job had, in turn. missed: what was measured in all answers; None
+    where the policy is not watched.
     """
 
     records: int = 0

@@ -1,6 +1,7 @@
 """Whether a job may go on where an earlier run of it stopped, in the words that its user typed.
 
-The header of a partial file names what the answers depend on. Some of it is known before a model is loaded, so most refusals come at once.
+The header of a partial file names what the answers depend on. Some of it is known before a model is loaded, so most
+refusals come at once.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def of_defaults(defaults: Defaults, slots: int | None) -> dict[str, Any]:
 def check_setup(path: Path, found: Mapping[str, Any], setup: Setup, defaults: Defaults, *, anyway: bool = False) -> None:
     """ValueError if a job may not go on as it is set up now, as far as that is known before its model is loaded.
 
-    path, found: the partial file, and its header. What the header leaves open is not compared here, for example the default policy, which
-    depends on the model.
+    path, found: the partial file, and its header. What the header leaves open is not compared here, for example the
+    default policy, which depends on the model.
     """
     from kvjax.policies.decode import identity, parse
     from kvjax.policies.prefill import identity as prefill_identity
@@ -84,7 +85,8 @@ def said_of(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_of(setup: Setup) -> str | None:
-    """What tells a checkpoint and its adapters from others, without reading them whole; None for models that are not here."""
+    """What tells a checkpoint and its adapters from others, without reading them whole; None for models that are not
+    here."""
     from kvjax.models.adapter_files import open_adapters
     from kvjax.models.checkpoint import open_checkpoint
 
@@ -96,7 +98,8 @@ def checkpoint_of(setup: Setup) -> str | None:
 def check_same(
     path: Path, found: Mapping[str, Any], job: Mapping[str, Any], *, earlier_digest: str | None = None, anyway: bool = False
 ) -> dict[str, Any]:
-    """What the header of an earlier run must be told before this run goes on: {} if all of it is as it was. ValueError if it may not go on.
+    """What the header of an earlier run must be told before this run goes on: {} if all of it is as it was. ValueError
+    if it may not go on.
 
     Args:
         path: the partial file, for messages.
@@ -146,7 +149,8 @@ def _words(option: str, value: object, meant: object = None) -> str:
 
 
 def check_noise(path: Path, found: Mapping[str, Any], unfinished: Sequence[int]) -> None:
-    """ValueError if an earlier version began the job, which made other draws from a seed, and records that it did not finish draw.
+    """ValueError if an earlier version began the job, which made other draws from a seed, and records that it did not
+    finish draw.
 
     unfinished: the lines of these records, in order.
     """

@@ -1,4 +1,5 @@
-"""How an engine is made: by the commands of `kvjax` in their own process, or by each replica of a batch job over a cluster."""
+"""How an engine is made: by the commands of `kvjax` in their own process, or by each replica of a batch job over a
+cluster."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
-    model: folder, hub id or "needle". dtype, weights, lora, max_positions: as in `kvjax.load`. slots: sequences decoded together.
-    steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether they are kept. tensor, context:
-    of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). others: more decode policies that the
-    engine can run. The rest: as in `Engine`. pages, device_bytes: if both are None, `fitted` says how many pages the pool has. left_out:
-    options of the command line that were not typed and have a value by default.
+    model: folder, hub id or "needle". dtype, weights, lora, max_positions: as in `kvjax.load`. slots: sequences decoded
+    together. steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether
+    they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own
+    (`kvjax.replicas`). others: more decode policies that the engine can run. The rest: as in `Engine`. pages,
+    device_bytes: if both are None, `fitted` says how many pages the pool has. left_out: options of the command line
+    that were not typed and have a value by default.
     """
 
     model: str
@@ -85,8 +87,8 @@ class Setup:
         return typed | {"--reuse-any": self.stores.get("reuse") == "any" or None, **dict.fromkeys(self.left_out)}
 
     def agree(self, job: Processes) -> None:
-        """ValueError, in all processes of a job, unless each was given this. The model may lie in another folder there: what it holds is
-        compared when it is loaded."""
+        """ValueError, in all processes of a job, unless each was given this. The model may lie in another folder there:
+        what it holds is compared when it is loaded."""
         job.agree({name: value for name, value in vars(self).items() if name not in ("model", "lora", "left_out")})
 
     def plan(self, model: Model) -> MemoryPlan:
@@ -97,13 +99,16 @@ class Setup:
         return planned(declared, self.slots, weights_bytes=0, **plan_sizes(split["mesh"]))
 
     def sized(self, model: Model, records: Iterable[Record]) -> Setup:
-        """This, with the number of pages, where it is not given: as the records need them, if they fit beside the weights."""
+        """This, with the number of pages, where it is not given: as the records need them, if they fit beside the
+        weights."""
         return self.fitted(model, lambda: pages_of_job(records, model, self.slots, self.page_size))
 
     def fitted(self, model: Model, needed: Callable[[], int], *, tokens: int | None = None) -> Setup:
-        """This, with the number of pages, where it is not given: those needed, if they fit beside the weights, else as many as fit.
+        """This, with the number of pages, where it is not given: those needed, if they fit beside the weights, else as
+        many as fit.
 
-        tokens: of the one sequence that needs them. ValueError if the memory of the device and of the host has no room for it.
+        tokens: of the one sequence that needs them. ValueError if the memory of the device and of the host has no room
+        for it.
         """
         if self.pages is not None or self.device_bytes is not None:
             return self
@@ -143,8 +148,8 @@ def mesh_of(tensor: int, context: int) -> Mesh | None:
 
 
 def planned(declared: PolicySet, sequences: int, **fields: Any) -> MemoryPlan:
-    """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
-    `kvjax.engine.memory.memory_plan`."""
+    """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments
+    of `kvjax.engine.memory.memory_plan`."""
     sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
     known = {"indexes": declared.indexes, "reach": declared.reach, "cache_format": declared.cache_format}
     return memory_plan(declared.model.config, **sizes, **(known | fields))

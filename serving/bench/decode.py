@@ -1,10 +1,12 @@
-"""`kvjax bench decode`: how long a whole decode step takes, embedding to sampled token, with random weights and a random cache.
+"""`kvjax bench decode`: how long a whole decode step takes, embedding to sampled token, with random weights and a
+random cache.
 
-There is no prefill: keys, values and their indexes are made on the device, and pages have a random order. The steps are the engine's own
-(`kvjax.engine.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at
-the end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these
-positions too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
-(`kvjax.engine.multi_step.decode_steps`) are timed together: a row has the time of one of them.
+There is no prefill: keys, values and their indexes are made on the device, and pages have a random order. The steps are
+the engine's own (`kvjax.engine.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one
+before sampled, and the host waits only at the end of a round. Policies take turns on one cache, round by round, always
+over the same positions. Steps with drafts keep to these positions too, because no draft is ever accepted: a step adds
+one token, however many it writes. Several steps in one launch (`kvjax.engine.multi_step.decode_steps`) are timed
+together: a row has the time of one of them.
 
 Weights and pages may be packed. On a mesh, they are made on their devices.
 """
@@ -128,12 +130,13 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to run. steps: steps in a round; the last one writes token number `lengths[i]` of its sequence. rounds: timed rounds, after one
-    round that warms up.
+    """What to run. steps: steps in a round; the last one writes token number `lengths[i]` of its sequence. rounds:
+    timed rounds, after one round that warms up.
 
-    drafts: how many tokens of a sequence a step writes: one given token, and drafts. Every policy is timed with each of these numbers.
-    steps_per_launch: how many steps the device runs without the host; likewise, with steps of one token.
-    tensor, context: of the mesh. weights: how they are packed, as in `kvjax.load`; cache_format: how full pages are; None: they are not.
+    drafts: how many tokens of a sequence a step writes: one given token, and drafts. Every policy is timed with each of
+    these numbers. steps_per_launch: how many steps the device runs without the host; likewise, with steps of one token.
+    tensor, context: of the mesh. weights: how they are packed, as in `kvjax.load`; cache_format: how full pages are;
+    None: they are not.
     """
 
     shape: str
@@ -214,9 +217,11 @@ class Plan:
 
 
 def config_of(shape: str, layers: int | None = None, dtype: str | None = None) -> ModelConfig:
-    """The configuration of a known shape, or of a model's folder or hub id. ValueError for anything else; it lists the shapes.
+    """The configuration of a known shape, or of a model's folder or hub id. ValueError for anything else; it lists the
+    shapes.
 
-    layers: number of layers; the model's own layers are taken in turn. None: as the model. dtype: compute_dtype. None: the model's.
+    layers: number of layers; the model's own layers are taken in turn. None: as the model. dtype: compute_dtype. None:
+    the model's.
     """
     try:
         config = SHAPES[shape] if shape in SHAPES else read_config(shape)
@@ -235,8 +240,8 @@ def policies_of(text: str) -> tuple[DecodePolicy, ...]:
 
 
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Rows, one for each length, policy and number of drafts. `skipped` is set if the length does not fit in memory, `failed` if an error
-    was raised."""
+    """Rows, one for each length, policy and number of drafts. `skipped` is set if the length does not fit in memory,
+    `failed` if an error was raised."""
     if plan.devices > (there := len(jax.devices())):
         reason = f"the mesh needs {plan.devices} devices, and there are {there}"
         yield from (_fields(plan, length, *each) | {"skipped": reason} for length in plan.lengths for each in _each(plan))
@@ -269,10 +274,11 @@ def cache_bytes(plan: Plan, length: int) -> int:
 
 
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params, drafted: int = 1) -> dict[str, int]:
-    """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
-    `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences. On a mesh, those of one device: its
-    weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed. Of `Cascade`, what
-    `kvjax.cost_model.bytes.step_bytes` counts: it reads a part of its second index."""
+    """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the
+    head); K and V of `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences.
+    On a mesh, those of one device: its weights, an equal share of the keys, and the indexes of its pages. The open page
+    of each row is not packed. Of `Cascade`, what `kvjax.cost_model.bytes.step_bytes` counts: it reads a part of its
+    second index."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(map(bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:
@@ -303,10 +309,11 @@ def bytes_of(leaf: Any) -> int:
 
 
 def random_cache(plan: Plan, length: int) -> Cache:
-    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
+    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other
+    pages.
 
-    On a mesh, pages are sharded in turn, as an engine deals them out. Packed pages hold what packing random numbers gives, and their
-    indexes are of the unpacked keys.
+    On a mesh, pages are sharded in turn, as an engine deals them out. Packed pages hold what packing random numbers
+    gives, and their indexes are of the unpacked keys.
     """
     shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
     spec = plan.spec.on_mesh(plan.tensor)
@@ -351,7 +358,8 @@ def random_cache(plan: Plan, length: int) -> Cache:
 
 @dataclasses.dataclass
 class _Runner:
-    """A policy's compiled step that writes `drafted` tokens of each sequence, or its launch of several steps, and what was measured."""
+    """A policy's compiled step that writes `drafted` tokens of each sequence, or its launch of several steps, and what
+    was measured."""
 
     policy: DecodePolicy
     drafted: int
@@ -378,7 +386,8 @@ def _label(policy: DecodePolicy, drafted: int, steps_per_launch: int) -> str:
 
 
 def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """A row for each of `_each`, in this order, as soon as it is profiled: a run that is ended keeps those that it has."""
+    """A row for each of `_each`, in this order, as soon as it is profiled: a run that is ended keeps those that it
+    has."""
     on_progress(f"{length:,} tokens: cache")
     cache = random_cache(plan, length)
     rows = placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
@@ -438,7 +447,8 @@ def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cach
 
 
 def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> Cache:
-    """Record the kernels of a few steps in `runner`: of two launches, if these have several. Returns the cache. DONATES cache."""
+    """Record the kernels of a few steps in `runner`: of two launches, if these have several. Returns the cache. DONATES
+    cache."""
     steps = PROFILED_STEPS if runner.steps_per_launch == 1 else min(2 * runner.steps_per_launch, plan.steps)
     cache, tokens, active = _ready(plan, length, cache, runner)
     kept = [cache]
@@ -450,7 +460,8 @@ def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Ca
 
 
 def _ready(plan: Plan, length: int, cache: Cache, runner: _Runner) -> tuple[Cache, Array, Array]:
-    """The cache at the start of a round, the first tokens and the active rows, all ready on the device. So a round times only steps."""
+    """The cache at the start of a round, the first tokens and the active rows, all ready on the device. So a round
+    times only steps."""
     lengths, *first = placed(runner.shards, (plan.start(length), *_first(plan, runner.drafted)))
     return jax.block_until_ready((cache.replace(lengths=lengths), *first))
 
@@ -458,8 +469,8 @@ def _ready(plan: Plan, length: int, cache: Cache, runner: _Runner) -> tuple[Cach
 def _steps(
     runner: _Runner, params: Params, cache: Cache, tokens: Array, active: Array, rows: SamplingRows, steps: int
 ) -> tuple[Array, Cache]:
-    """Run steps, each on the tokens that the one before sampled, and wait for the last. Returns whether the last logits of each row were
-    finite, and the cache. DONATES cache."""
+    """Run steps, each on the tokens that the one before sampled, and wait for the last. Returns whether the last logits
+    of each row were finite, and the cache. DONATES cache."""
     states = runner.states
     if runner.steps_per_launch > 1:
         ends = runner.ends
@@ -477,8 +488,8 @@ def _steps(
 
 
 def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) -> dict[str, Any]:
-    """The row of one policy at one length. `keys_read` and `blocks_read` are what one KV head of one layer read at the last step, on
-    average, over all of its lists if each drafted token has its own."""
+    """The row of one policy at one length. `keys_read` and `blocks_read` are what one KV head of one layer read at the
+    last step, on average, over all of its lists if each drafted token has its own."""
     lists = plan.batch * plan.config.cache_spec(PAGE_SIZE).kv_heads
     keys, blocks = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (runner.reads.keys, runner.reads.blocks))
     middle, low, high = (float(np.quantile(runner.seconds, q)) for q in (0.5, 0.1, 0.9))
@@ -503,7 +514,8 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
 
 
 def _each(plan: Plan) -> list[tuple[DecodePolicy, int, int]]:
-    """What is timed at a length: a policy, the number of tokens that a step writes, and the number of steps of a launch."""
+    """What is timed at a length: a policy, the number of tokens that a step writes, and the number of steps of a
+    launch."""
     return list(itertools.product(plan.policies, plan.drafts, plan.steps_per_launch))
 
 
@@ -535,7 +547,8 @@ def never(batch: int) -> Ends:
 
 @jax.jit
 def _without_drafts(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The first token of each row, and -1 in place of its drafts. A step writes these drafts too, and never accepts them."""
+    """The first token of each row, and -1 in place of its drafts. A step writes these drafts too, and never accepts
+    them."""
     return tokens.at[:, 1:].set(-1)
 
 

@@ -1,11 +1,11 @@
 """`kvjax bench prefill`: time to first token of a whole prompt, with random weights, in chunks as the engine prefills.
 
 A step computes the same as the engine's, in one program (`prefill_step`, cache donated). The host does not wait between
-chunks. Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and
-times do not depend on the random numbers.
+chunks. Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every
+list is full, and times do not depend on the random numbers.
 
-On a mesh, weights and pages are split as the engine splits them. Where pages are sharded, a chunk's table is as wide as the engine's, and
-each width is a program of its own.
+On a mesh, weights and pages are split as the engine splits them. Where pages are sharded, a chunk's table is as wide as
+the engine's, and each width is a program of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PROFILED_CHUNKS = 4
 
 
 def _whole_chunk(static: StepStatic, inputs: ChunkInputs) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """One chunk of each row in one program, from token ids, which are the `x` of the inputs, to logits `[B, V]`, and what is missing. An
-    engine runs its parts as separate programs, with the same bits. DONATES cache."""
+    """One chunk of each row in one program, from token ids, which are the `x` of the inputs, to logits `[B, V]`, and
+    what is missing. An engine runs its parts as separate programs, with the same bits. DONATES cache."""
     x = static.decoder.embed(inputs.params, own_rows(inputs.cache.shards, inputs.x))
     x, cache, _, missing, _ = prefill_layers(static, inputs._replace(x=x))
     x = whole_rows(cache.shards, x)
@@ -69,13 +69,15 @@ PARTS = (
     ("projections", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
     ("overhead", re.compile("")),
 )
-"""What a kernel does, by its name: the first part that matches. The last part has norms, RoPE, corrections and other fusions of XLA."""
+"""What a kernel does, by its name: the first part that matches. The last part has norms, RoPE, corrections and other
+fusions of XLA."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
-    """What to run: prompts of `lengths` tokens, `chunk` tokens at a time, each policy `rounds` times. weights: how they are packed, as in
-    `kvjax.load`; cache_format: how full pages are; None: they are not. tensor, context: of the mesh."""
+    """What to run: prompts of `lengths` tokens, `chunk` tokens at a time, each policy `rounds` times. weights: how they
+    are packed, as in `kvjax.load`; cache_format: how full pages are; None: they are not. tensor, context: of the
+    mesh."""
 
     shape: str
     config: ModelConfig
@@ -109,8 +111,8 @@ class PrefillPlan:
         return self.tensor * self.context
 
     def shards(self, length: int) -> Shards | None:
-        """The mesh, with the pages that each of its devices has, and the rows of a chunk sharded, as an engine does it; None for one
-        device."""
+        """The mesh, with the pages that each of its devices has, and the rows of a chunk sharded, as an engine does it;
+        None for one device."""
         if self.devices == 1:
             return None
         dealt = [group.name for group in self.spec.groups if group.page_size != WHOLE] if self.context > 1 else []
@@ -130,7 +132,8 @@ class PrefillPlan:
 
 
 def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) -> list[str]:
-    """A line for each policy that attends densely to whole prompts of some of these lengths (tokens), and so has the times of dense."""
+    """A line for each policy that attends densely to whole prompts of some of these lengths (tokens), and so has the
+    times of dense."""
     lines = []
     for policy in map(parse_prefill, policies):
         most = getattr(policy, "dense_tokens", 0)
@@ -141,7 +144,8 @@ def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) ->
 
 
 def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
-    """The prefill policies of a text of names with commas between them, each once. ValueError for `auto`, which only chooses others."""
+    """The prefill policies of a text of names with commas between them, each once. ValueError for `auto`, which only
+    chooses others."""
     found = tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
     if auto := [policy for policy in found if isinstance(policy, ChoosesPrefill)]:
         raise ValueError(f"prefill policy {auto[0]} chooses another policy for each chunk and is not timed itself: name those policies")
@@ -170,7 +174,8 @@ def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Pa
 
 
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Rows, one for each length and policy. `skipped` is set if the length does not fit in memory, `failed` if an error was raised."""
+    """Rows, one for each length and policy. `skipped` is set if the length does not fit in memory, `failed` if an error
+    was raised."""
     if plan.devices > (found := len(jax.devices())):
         reason = f"the mesh needs {plan.devices} devices, and there are {found}"
         yield from (_fields(plan, *each) | {"skipped": reason} for each in itertools.product(plan.lengths, plan.policies))
@@ -256,8 +261,8 @@ def _peak_bytes() -> int:
 
 
 def _width(plan: PrefillPlan, last: int, length: int) -> int:
-    """Columns of the page table of a chunk that ends after `last` tokens. Where pages are sharded, all that a table has room for are
-    brought from other devices, so it is no wider than it must be."""
+    """Columns of the page table of a chunk that ends after `last` tokens. Where pages are sharded, all that a table has
+    room for are brought from other devices, so it is no wider than it must be."""
     return table_width(pages_of(length)) if plan.context == 1 else staged_width(pages_of(last))
 
 
@@ -269,13 +274,14 @@ def _tables(plan: PrefillPlan, cache: Cache, length: int) -> dict[int, dict[str,
 
 
 def with_tables(cache: Cache, tables: dict[str, np.ndarray], shards: Shards | None) -> Cache:
-    """The cache with other page tables, where pages are sharded; elsewhere a prompt has one, which stays on the device."""
+    """The cache with other page tables, where pages are sharded; elsewhere a prompt has one, which stays on the
+    device."""
     return cache if shards is None or shards.context == 1 else cache.replace(page_tables=placed(shards, tables))
 
 
 def split(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Seconds of each of `PARTS` in a chunk, and `idle`: the time between its first kernel's start and its last one's end that no kernel
-    takes."""
+    """Seconds of each of `PARTS` in a chunk, and `idle`: the time between its first kernel's start and its last one's
+    end that no kernel takes."""
     seconds = dict.fromkeys((name for name, _ in PARTS), 0.0)
     for kernel in kernels:
         part = next(name for name, pattern in PARTS if pattern.search(plain_name(kernel.name)))
@@ -285,7 +291,8 @@ def split(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, float]:
-    """Seconds per chunk of the kernels that take most time, by name. It shows which kernels `PARTS` may assign wrongly."""
+    """Seconds per chunk of the kernels that take most time, by name. It shows which kernels `PARTS` may assign
+    wrongly."""
     seconds = collections.Counter()
     for kernel in itertools.chain(*of_chunks):
         seconds[plain_name(kernel.name)] += (kernel.end - kernel.start) * 1e-9 / len(of_chunks)
@@ -293,7 +300,8 @@ def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, 
 
 
 def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:
-    """Floating-point operations of a dense prefill: of all matrices except embedding and head, and of causal attention."""
+    """Floating-point operations of a dense prefill: of all matrices except embedding and head, and of causal
+    attention."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     attention = 0.0
     for mixer in config.attention:

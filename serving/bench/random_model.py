@@ -31,7 +31,8 @@ from pallas_kernels.selection.page_index import page_index
 def random_params(config: ModelConfig, shards: Shards | None = None, weights: str | None = None) -> Params:
     """Random weights, as at the start of training, made on the device, or each part on its device. Biases are zero.
 
-    weights: how they are packed, as in `kvjax.load`. One device then holds them unpacked for a while, too; devices of a mesh one layer.
+    weights: how they are packed, as in `kvjax.load`. One device then holds them unpacked for a while, too; devices of a
+    mesh one layer.
     """
     if shards is None:
         made = init_params(config, jax.random.key(0))
@@ -44,7 +45,8 @@ def random_params(config: ModelConfig, shards: Shards | None = None, weights: st
         return leaf if how is None else jax.lax.slice_in_dim(leaf, 0, len(how.rows[0]), axis=how.axis)
 
     def made(number: int | None, key: Array) -> Params:
-        """One device's part of a layer, or of what is in no layer. All devices make the same numbers: products take no longer."""
+        """One device's part of a layer, or of what is in no layer. All devices make the same numbers: products take no
+        longer."""
         params = init_params(own.of_layers(number or 0, (number or 0) + 1), key)
         part = _without_layers(params) if number is None else params["layers"][0]
         how = _without_layers(cuts) if number is None else cuts["layers"][number]
@@ -76,7 +78,8 @@ def _without_layers(params: Params) -> Params:
 
 
 def packed_layer(kept: PagedSpec, k: Array, v: Array, indexes: tuple[IndexSpec, ...], rows: OpenRows) -> PagedKV:
-    """A layer whose pages hold these numbers `[N, K, P, D]`, packed as `kept` says, with indexes of the keys as they are read."""
+    """A layer whose pages hold these numbers `[N, K, P, D]`, packed as `kept` says, with indexes of the keys as they
+    are read."""
     arrays: dict[str, Any] = {}
     keys = k
     for name, numbers, packed in (("k", k, kept.k_packed), ("v", v, kept.v_packed)):
@@ -90,8 +93,8 @@ def packed_layer(kept: PagedSpec, k: Array, v: Array, indexes: tuple[IndexSpec, 
 
 
 def sharded(batch: int, context: int, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
-    """Page ids of `batch` sequences of `pages` pages, in an order that says nothing; the first page of every device is left out. context:
-    devices over which they are sharded in turn, with `each` pages."""
+    """Page ids of `batch` sequences of `pages` pages, in an order that says nothing; the first page of every device is
+    left out. context: devices over which they are sharded in turn, with `each` pages."""
     count = batch * pages
     ids = np.empty(count, np.int32)
     for device in range(context):

@@ -1,4 +1,5 @@
-"""The `kvjax` command line. JAX, and modules that need it, are imported inside the commands, so that `kvjax --help` is fast."""
+"""The `kvjax` command line. JAX, and modules that need it, are imported inside the commands, so that `kvjax --help` is
+fast."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def options(
 def main(commands: typer.Typer | None = None) -> None:
     """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for other failures; 130 when interrupted.
 
-    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others than kvjax's, to be run in
-    this way.
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others than
+    kvjax's, to be run in this way.
     """
     try:
         with pressed_again():
@@ -176,7 +177,8 @@ def _short(text: str) -> str:
 
 
 def _drop_output() -> None:
-    """Drop what could not be written to standard output. Otherwise Python would try again at exit, and print another error."""
+    """Drop what could not be written to standard output. Otherwise Python would try again at exit, and print another
+    error."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -90,9 +90,10 @@ def batch_command(
 ) -> None:
     """Answer every record of a file.
 
-    Answers are written to OUT.jsonl.partial, which is renamed to OUT.jsonl at the end. To continue a killed job, run the same command
-    again: it does only what is missing, also where lines were added at the end of the input. A record that cannot be answered gets an
-    error in its own output line. Equal lines with one id have one answer; a job whose lines with one id differ is refused.
+    Answers are written to OUT.jsonl.partial, which is renamed to OUT.jsonl at the end. To continue a killed job, run
+    the same command again: it does only what is missing, also where lines were added at the end of the input. A record
+    that cannot be answered gets an error in its own output line. Equal lines with one id have one answer; a job whose
+    lines with one id differ is refused.
     """
     from rich.console import Console
 
@@ -153,8 +154,8 @@ def _run_here(
     continue_anyway: bool,
     **options: Any,
 ) -> Summary | None:
-    """The job by one engine, or several replicas, in this process; or by one engine of several processes, of which the first gets a
-    summary."""
+    """The job by one engine, or several replicas, in this process; or by one engine of several processes, of which the
+    first gets a summary."""
     from kvjax.serving.batch.file_jobs import FileJob
     from kvjax.serving.batch.job import run_records
 

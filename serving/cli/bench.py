@@ -120,12 +120,13 @@ def decode_command(
 ) -> None:
     """Time whole decode steps, from embedding to sampled token, with random weights and a random cache on the device.
 
-    The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few steps shows where the
-    time goes. With --steps-per-launch, a row of several steps in one launch has the time of one of them. With --drafts the table shows the
-    cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor and --context, rows of several meshes, to
-    which kvjax cost fit fits terms for exchanges between devices. With --weights and --cache-format, rows of packed weights and pages, for
-    each of which kvjax cost fit makes a cost model. They are fitted to rows of one step per launch, or of
-    kvjax cost fit --steps-per-launch, and terms of meshes to those of most steps.
+    The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few
+    steps shows where the time goes. With --steps-per-launch, a row of several steps in one launch has the time of one
+    of them. With --drafts the table shows the cost of steps of several tokens, compared with steps of 1 if 1 is among
+    them. With --tensor and --context, rows of several meshes, to which kvjax cost fit fits terms for exchanges between
+    devices. With --weights and --cache-format, rows of packed weights and pages, for each of which kvjax cost fit makes
+    a cost model. They are fitted to rows of one step per launch, or of kvjax cost fit --steps-per-launch, and terms of
+    meshes to those of most steps.
     """
     from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import Plan, config_of, policies_of

@@ -1,4 +1,5 @@
-"""`kvjax cost ...`: what steps cost, predicted and fitted, and where sparse decoding is faster. JAX is imported inside the commands."""
+"""`kvjax cost ...`: what steps cost, predicted and fitted, and where sparse decoding is faster. JAX is imported inside
+the commands."""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ def predict_command(
     context: Annotated[str, option("Devices over which pages are spread, separated by commas: powers of two.")] = "1",
     assume: AssumeOption = None,
 ) -> None:
-    """Print bytes and seconds of a step, of one device of each mesh. Figures outside the measurements are marked as projections, with the
-    reasons below."""
+    """Print bytes and seconds of a step, of one device of each mesh. Figures outside the measurements are marked as
+    projections, with the reasons below."""
     from kvjax.policies.decode import name_of
     from pallas_kernels.core.tables import show, table
 
@@ -167,9 +168,10 @@ def fit_command(
 ) -> None:
     """Fit cost models to measured steps, and print their error on steps that they have not seen.
 
-    There is one for each device, model, dtype, and format of packed weights and pages in the results. Bandwidth and c0 are fitted to dense
-    rows of one device, of --steps-per-launch; how many others are left out is printed. Rows of benchmarks.tiers give the term of the bus,
-    and rows of several devices that of exchanges. Results of benchmarks.prefill_ops give times of prefill.
+    There is one for each device, model, dtype, and format of packed weights and pages in the results. Bandwidth and c0
+    are fitted to dense rows of one device, of --steps-per-launch; how many others are left out is printed. Rows of
+    benchmarks.tiers give the term of the bus, and rows of several devices that of exchanges. Results of
+    benchmarks.prefill_ops give times of prefill.
     """
     from pallas_kernels.core.results import write_result
 
@@ -221,7 +223,8 @@ def _fit_steps(runs: dict[Path, dict[str, Any]], steps_per_launch: int) -> dict[
 
 
 def _cells_of(runs: dict[Path, dict[str, Any]], steps_per_launch: int) -> dict[Key, list[Cell]]:
-    """The cells of several results, by what a cost model is fitted to (`read_cells`). BadParameter names the file that cannot be read."""
+    """The cells of several results, by what a cost model is fitted to (`read_cells`). BadParameter names the file that
+    cannot be read."""
     from kvjax.cost_model.fitting import merged, read_cells
     from kvjax.serving.bench.decode import config_of
 
@@ -259,7 +262,8 @@ def evidence_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
-    """Record how well policies agree with dense on a model, for `auto`. Replaces rows of the same model, policy, length and task."""
+    """Record how well policies agree with dense on a model, for `auto`. Replaces rows of the same model, policy, length
+    and task."""
     from kvjax.cost_model.evidence import Evidence, PrefillEvidence, read_evidence, with_evaluation, with_results, write_evidence
 
     ran = None
@@ -301,7 +305,8 @@ def regimes_command(
     out: Annotated[Path, option("File for the picture (PNG).", "--out", "-o", **png())] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
-    """Draw where sparse decoding is faster than dense, over length and batch, by a fitted cost model. Projections are pale.
+    """Draw where sparse decoding is faster than dense, over length and batch, by a fitted cost model. Projections are
+    pale.
 
     With --device-memory and --host-memory, steps read pages in host memory where the device has no room for them.
     """
@@ -354,10 +359,11 @@ def choose_command(
     device_memory: DeviceShareOption = None,
     host_memory: HostShareOption = None,
 ) -> None:
-    """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in cost model is calibrated.
+    """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in cost model
+    is calibrated.
 
-    With --device-memory and --host-memory, it is the choice of an engine of these sizes. Packed weights have cost models and evidence of
-    their own.
+    With --device-memory and --host-memory, it is the choice of an engine of these sizes. Packed weights have cost
+    models and evidence of their own.
     """
     from kvjax.cost_model import Auto, AutoPrefill
 
@@ -407,8 +413,9 @@ def _frames(
 
 
 def _priced(cost: CostModel, usual: Sequence[str], policies: str | None) -> tuple[DecodePolicy, ...]:
-    """The policies of `--policies`; without it, those of `usual` that the cost model has, or all of them where it has only dense: the
-    error then says what to measure. BadParameter for one that chooses among others, whose cost depends on what it chooses."""
+    """The policies of `--policies`; without it, those of `usual` that the cost model has, or all of them where it has
+    only dense: the error then says what to measure. BadParameter for one that chooses among others, whose cost depends
+    on what it chooses."""
     from kvjax.policies.choice import ChoosesDecode
     from kvjax.serving.bench.decode import policies_of
 
@@ -424,10 +431,11 @@ def _priced(cost: CostModel, usual: Sequence[str], policies: str | None) -> tupl
 def _cost_model(
     fit: Path | None, device: str, shape: str | None, weights: Weights | None, cache_format: str | None, assume: str | None
 ) -> tuple[CostModel, ModelConfig, str, dict[str, str | None]]:
-    """The cost model of a file or a device for a shape and formats, with what is assumed; the shape's sizes and name; and the formats.
+    """The cost model of a file or a device for a shape and formats, with what is assumed; the shape's sizes and name;
+    and the formats.
 
-    Without --shape it is the model of the whole file, if its sizes are known by its name. A built-in cost model without a term of the bus
-    or of exchanges takes that of another one of its device.
+    Without --shape it is the model of the whole file, if its sizes are known by its name. A built-in cost model without
+    a term of the bus or of exchanges takes that of another one of its device.
     """
     from kvjax.cost_model.predict import closest, known_cost_models, load_cost_models, sizes_of, with_known
     from kvjax.serving.bench.decode import SHAPES, config_of

@@ -1,4 +1,5 @@
-"""`kvjax demo`: the embedded model answers 8K-token prompts, once reading the whole cache, then only a fixed number of pages."""
+"""`kvjax demo`: the embedded model answers 8K-token prompts, once reading the whole cache, then only a fixed number of
+pages."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ COLUMNS = ("policy", "blocks/step", "keys/step", "needles found", "seconds")
 
 
 def run_demo(file: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0) -> list[NeedleResult]:
-    """Hide a five-digit number among 16 others in `prompts` pieces of Python's documentation and ask for it under each policy.
+    """Hide a five-digit number among 16 others in `prompts` pieces of Python's documentation and ask for it under each
+    policy.
 
-    Each prompt of `length` tokens is prefilled once and forked for every policy. The question is decoded through the policy. Prints a table
-    and saves it as a picture (PNG). length counts haystack, question and answer, in tokens.
+    Each prompt of `length` tokens is prefilled once and forked for every policy. The question is decoded through the
+    policy. Prints a table and saves it as a picture (PNG). length counts haystack, question and answer, in tokens.
     """
     import kvjax
     from kvjax.evaluation.needle import documentation_text

@@ -1,4 +1,5 @@
-"""`kvjax doctor`: what this machine runs, whether it computes the right numbers, and how long a step of a 7B model takes."""
+"""`kvjax doctor`: what this machine runs, whether it computes the right numbers, and how long a step of a 7B model
+takes."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ SHAPE, LENGTHS, POLICIES = "qwen2.5-7b", (8192, 131_072), ("dense", "top:32")
 def doctor_command(json_out: JsonOption = None, implementation: ImplementationOption = None) -> None:
     """Print the devices, which implementation every op takes here and why, and what a decode step of a 7B model takes.
 
-    Every implementation runs a small example and is compared with the op's definition. Exits with status 1 if one of them is wrong. Takes
-    about a minute, most of it compiling.
+    Every implementation runs a small example and is compared with the op's definition. Exits with status 1 if one of
+    them is wrong. Takes about a minute, most of it compiling.
     """
     from kvjax.serving.cli.ops_selftest import check_ops, dtype_here
     from pallas_kernels.bench.measure import copy_rate
@@ -88,11 +89,12 @@ def _show_ops(checks: Sequence[Check], dtype: str) -> None:
 
 
 def step_rows(bytes_per_s: float, *, measured: bool = True) -> list[dict[str, Any]]:
-    """What decode steps of a 7B model take on this device, in seconds: by the built-in cost model of the device where there is one ("cost
-    model"), else their bytes over the bandwidth of a copy ("bytes"), which a GPU's steps do not reach and a CPU, which reads faster than it
-    copies, may.
+    """What decode steps of a 7B model take on this device, in seconds: by the built-in cost model of the device where
+    there is one ("cost model"), else their bytes over the bandwidth of a copy ("bytes"), which a GPU's steps do not
+    reach and a CPU, which reads faster than it copies, may.
 
-    bytes_per_s: copy bandwidth. measured: whether steps run as they did when cost models were measured, on no other platform's path.
+    bytes_per_s: copy bandwidth. measured: whether steps run as they did when cost models were measured, on no other
+    platform's path.
     """
     import jax
 

@@ -119,8 +119,9 @@ def evaluate_command(
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
 
-    All policies run in one engine on the same prefilled contexts. Dense runs twice, which gives the noise floor. Records are kept in
-    OUT/records.jsonl. To continue a killed run, run the same command again. A finished run only draws its pictures again.
+    All policies run in one engine on the same prefilled contexts. Dense runs twice, which gives the noise floor.
+    Records are kept in OUT/records.jsonl. To continue a killed run, run the same command again. A finished run only
+    draws its pictures again.
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     needs_extras("kvjax evaluate", "eval")
@@ -219,7 +220,8 @@ def describe(run: EvaluationRun) -> dict[str, Any]:
 
 
 def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Path, source: dict[str, Any]) -> None:
-    """Summarize records, write evaluation.json, evaluation.csv and the pictures to `out`, and print tables and remarks."""
+    """Summarize records, write evaluation.json, evaluation.csv and the pictures to `out`, and print tables and
+    remarks."""
     from kvjax.evaluation.plots import draw
     from kvjax.evaluation.report import frame, remarks, summarize, tables
     from pallas_kernels.core.files import replacing

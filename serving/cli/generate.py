@@ -1,4 +1,5 @@
-"""`kvjax generate` and `kvjax score`: one prompt, and the log-probability of a text. JAX is imported inside the commands."""
+"""`kvjax generate` and `kvjax score`: one prompt, and the log-probability of a text. JAX is imported inside the
+commands."""
 
 from __future__ import annotations
 
@@ -115,8 +116,8 @@ def score_command(
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
-    """Generate from one prompt of token ids, and print text as it comes. Until then a terminal shows a bar, because long prompts take
-    minutes."""
+    """Generate from one prompt of token ids, and print text as it comes. Until then a terminal shows a bar, because
+    long prompts take minutes."""
     import time
 
     from rich.console import Console

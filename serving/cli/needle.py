@@ -43,8 +43,8 @@ def needle_command(
     distractors: Annotated[int, option("Additional needles of the same template in each haystack.", **whole(0, MAX_BATCH))] = 16,
     seed: SeedOption = 0,
 ) -> None:
-    """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions are decoded by the
-    policy.
+    """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions
+    are decoded by the policy.
 
     With several prefill policies everything runs once for each, and paired differences from the first are printed.
     """

@@ -1,4 +1,5 @@
-"""A small example of every op, run through each implementation that works here and compared with the op's definition (`reference`).
+"""A small example of every op, run through each implementation that works here and compared with the op's definition
+(`reference`).
 
 For `kvjax doctor`: it shows that a machine computes what the tests promise. It does not replace the tests.
 """
@@ -59,10 +60,11 @@ Run = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Result of one implementation. error: the largest relative error of a row; whole numbers must be equal, and then it is 0.
+    """Result of one implementation. error: the largest relative error of a row; whole numbers must be equal, and then
+    it is 0.
 
-    failed: why the result is wrong, or what was raised; None where it is right. chosen: whether dispatch picks it for this example.
-    refused: why it does not take the example; None where it does.
+    failed: why the result is wrong, or what was raised; None where it is right. chosen: whether dispatch picks it for
+    this example. refused: why it does not take the example; None where it does.
     """
 
     op: str
@@ -79,7 +81,8 @@ def dtype_here() -> str:
 
 
 def check_ops(dtype: str | None = None) -> Iterator[Check]:
-    """Run every op's example through the implementations that this backend has. A failing implementation is reported, not raised.
+    """Run every op's example through the implementations that this backend has. A failing implementation is reported,
+    not raised.
 
     dtype: of the inputs, a key of `LARGEST_ERROR`; None: `dtype_here()`. Memory: about 100 MB.
     """
@@ -110,7 +113,8 @@ def _checked(op: str, name: str, chosen: bool, run: Run, expected: list[Any], mo
 
 
 def _error(out: np.ndarray, ref: np.ndarray) -> float:
-    """The largest relative error of a row. It is infinite where whole numbers differ, or where infinities stand in different places."""
+    """The largest relative error of a row. It is infinite where whole numbers differ, or where infinities stand in
+    different places."""
     if out.shape != ref.shape or out.dtype != ref.dtype:
         return np.inf
     if not jnp.issubdtype(ref.dtype, jnp.floating):
@@ -244,7 +248,8 @@ def _pack(x: Inputs) -> Run:
 
 
 def _fetch(x: Inputs) -> Run:
-    # The second half of the pool counts as host memory; the first has the buffer. One tile of each head: nothing is left to choose.
+    # The second half of the pool counts as host memory; the first has the buffer. One tile of each head: nothing is
+    # left to choose.
     half, pages, arrays = x.pages.num_pages, jax.tree.map(lambda pool: jnp.concatenate([pool, pool]), x.pages), _lists_and_buffer(x)
     sets = half // WAYS
     arrays[2] = jnp.where(arrays[1] < 0, -1, half + arrays[1])

@@ -50,7 +50,8 @@ def whole(least: int = 1, most: int = LARGEST) -> Any:
 
 
 def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
-    """Counts from "8k,128k,1m" or plain numbers, each at least 1. ValueError for anything else. what: their name in the message."""
+    """Counts from "8k,128k,1m" or plain numbers, each at least 1. ValueError for anything else. what: their name in the
+    message."""
     units = {"": 1, "k": 2**10, "m": 2**20}
     words = [re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower()) for word in text.split(",")]
     counts = tuple(int(word[1]) * units[word[2]] for word in words if word)
@@ -106,7 +107,8 @@ def gibibytes() -> Any:
 
 
 def one_of(choices: type[enum.StrEnum]) -> Any:
-    """Arguments of typer.Option for a choice. Typer's own message for a wrong one begins with words of the library that it uses."""
+    """Arguments of typer.Option for a choice. Typer's own message for a wrong one begins with words of the library that
+    it uses."""
     names = [each.value for each in choices]
 
     def parsed(text: object) -> enum.StrEnum:
@@ -124,7 +126,8 @@ def not_typed(ctx: typer.Context, *options: str) -> tuple[str, ...]:
 
 
 def refuse_given(ctx: typer.Context, why: str, *names: str) -> None:
-    """BadParameter for the first of these parameters of a command that was given on the command line. why: what the message says of it."""
+    """BadParameter for the first of these parameters of a command that was given on the command line. why: what the
+    message says of it."""
     for name in names:
         if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE":
             raise typer.BadParameter(why, param_hint=f"--{name.replace('_', '-')}")
@@ -134,7 +137,8 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def png() -> Any:
-    """Arguments of typer.Option for the file of a picture. Pictures are PNG, so another ending is refused before anything runs."""
+    """Arguments of typer.Option for the file of a picture. Pictures are PNG, so another ending is refused before
+    anything runs."""
     return {"dir_okay": False, "callback": _png_file}
 
 
@@ -195,7 +199,8 @@ class Weights(enum.StrEnum):
 
 MODEL, POLICY, MEMORY, DEVICES, OUTPUT = "Model", "Policy", "Memory", "Devices", "Output"
 PANELS = ("Arguments", "Options", "More options", MODEL, POLICY, MEMORY, DEVICES, "Ray cluster", OUTPUT)
-"""Panels of the help of a command, in order. What is in no panel is in the third, or in the second if a beginner needs it."""
+"""Panels of the help of a command, in order. What is in no panel is in the third, or in the second if a beginner needs
+it."""
 
 
 def option(text: str, *names: str, panel: str | None = None, **given: Any) -> Any:
@@ -284,8 +289,8 @@ def several_prefills(default: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """A model and its engine, as the command line gives them: the options that commands share. A command takes those that `takes_engine`
-    gives it; the others have their defaults.
+    """A model and its engine, as the command line gives them: the options that commands share. A command takes those
+    that `takes_engine` gives it; the others have their defaults.
     """
 
     model: ModelOption
@@ -459,7 +464,8 @@ FORMER_OPTIONS = {
 
 
 class InPanels(TyperCommand):
-    """A command whose help lists the options that a beginner needs first, and the others in panels. It refuses former options."""
+    """A command whose help lists the options that a beginner needs first, and the others in panels. It refuses former
+    options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line."""
@@ -493,7 +499,8 @@ def forced_to(implementation: str | None) -> AbstractContextManager[None]:
 
 
 def named_run(kind: str, implementation: str | None) -> dict[str, str]:
-    """How a file of figures says what was run. Those of a forced path stand in no table, and no cost model is fitted to them."""
+    """How a file of figures says what was run. Those of a forced path stand in no table, and no cost model is fitted to
+    them."""
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
@@ -546,8 +553,8 @@ def load_model(
     weights: Weights | None = None,
     lora: Sequence[str] | None = None,
 ) -> Model:
-    """The model of `--model`, in `--dtype` or packed as `--weights`, for sequences of up to `--max-positions`, with each `--lora` merged.
-    mesh: over whose devices it is split."""
+    """The model of `--model`, in `--dtype` or packed as `--weights`, for sequences of up to `--max-positions`, with
+    each `--lora` merged. mesh: over whose devices it is split."""
     from kvjax.models.loading import load
 
     packed = None if weights is None else weights.value

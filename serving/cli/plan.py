@@ -128,7 +128,8 @@ def _declared(config: ModelConfig, setup: Setup) -> PolicySet:
 
 
 def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator[str]:
-    """What the sizes of the pool come to. room: bytes that weights and cache may take. device, host: pages of the pool."""
+    """What the sizes of the pool come to. room: bytes that weights and cache may take. device, host: pages of the
+    pool."""
     if plan.available_bytes > room:
         yield f"does not fit         weights and --device-memory take {plan.available_bytes:,} bytes; there is room for {room:,}"
     if host:
@@ -137,7 +138,8 @@ def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator
 
 
 def _release_lines(declared: PolicySet) -> Iterator[str]:
-    """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them before."""
+    """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them
+    before."""
     from kvjax.engine.page_eviction import kept_by
     from kvjax.policies.decode import KeepsByMass
     from kvjax.serving.batch.setup import planned
@@ -199,7 +201,8 @@ def quantize_command(
 ) -> None:
     """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
 
-    The layout is that of compressed-tensors, and transformers reads it. The device holds the packed model, the host one file of it.
+    The layout is that of compressed-tensors, and transformers reads it. The device holds the packed model, the host one
+    file of it.
     """
     from kvjax.model.weight_formats import scheme_of
     from kvjax.models.loading import read_config

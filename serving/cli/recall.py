@@ -1,4 +1,5 @@
-"""`kvjax recall`: how much repeated text inside a prompt sparse prefill still recalls. JAX is imported inside the command."""
+"""`kvjax recall`: how much repeated text inside a prompt sparse prefill still recalls. JAX is imported inside the
+command."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ def recall_command(
 ) -> None:
     """Count the repeated facts and passages of a prompt that prefill predicts, for each prefill policy and for dense.
 
-    Facts are stated early in a prompt, and asked for and answered late in it. Passages appear twice. A repetition counts if the logits of
-    prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
+    Facts are stated early in a prompt, and asked for and answered late in it. Passages appear twice. A repetition
+    counts if the logits of prefill predict it. Dense has to do well and the control has to fail, or the cell is marked
+    invalid.
     """
     source, names = read_texts(text)
 

@@ -120,8 +120,8 @@ def serve_command(
 
     With --http-port, clients of OpenAI's API get single answers, too: that part is deprecated, and keeps no cache.
 
-    Clients send token ids: `python -m kvjax.client.chat` is one, and `kvjax.client` is for others. Each call is logged to stderr as one
-    line of JSON, without tokens or text.
+    Clients send token ids: `python -m kvjax.client.chat` is one, and `kvjax.client` is for others. Each call is logged
+    to stderr as one line of JSON, without tokens or text.
     """
     needs_extras("kvjax serve", "server")
     kept = {"host_bytes": engine.host_memory, "disk": engine.disk, "disk_bytes": engine.disk_size}

@@ -1,8 +1,8 @@
 """HTTP: /metrics and /healthz, and a shim for clients of OpenAI's API.
 
-The shim is deprecated and frozen (ADR 0008, section 2.7): /v1/completions, /v1/chat/completions and /v1/models, single shot. Each request
-makes a session, generates, and closes it. No prefix is reused, and no session id is told. Chat templates are applied here, and never by the
-runtime.
+The shim is deprecated and frozen (ADR 0008, section 2.7): /v1/completions, /v1/chat/completions and /v1/models, single
+shot. Each request makes a session, generates, and closes it. No prefix is reused, and no session id is told. Chat
+templates are applied here, and never by the runtime.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ IDLE_CONNECTION_S = 5
 QUICK_JSON = 64 * 1024
 """Bytes of a body that is parsed between other things."""
 QUIET_S = 5.0
-"""A stream that has sent nothing for so long sends a comment, because proxies close connections on which nothing comes."""
+"""A stream that has sent nothing for so long sends a comment, because proxies close connections on which nothing
+comes."""
 
 
 class Web:
     """The HTTP server, in a thread of its own, which listens from here on.
 
-    admission: who may call, limits, logs and metrics, which are those of the gRPC server. bound: a socket of `bound_socket`. Needs the
-    extra `server`.
+    admission: who may call, limits, logs and metrics, which are those of the gRPC server. bound: a socket of
+    `bound_socket`. Needs the extra `server`.
     """
 
     def __init__(self, admission: Admission, bound: socket.socket):
@@ -117,7 +118,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class _Routes:
-    """The pages. What waits for the runtime does so in threads, one for each request; /metrics and /healthz wait for neither."""
+    """The pages. What waits for the runtime does so in threads, one for each request; /metrics and /healthz wait for
+    neither."""
 
     def __init__(self, admission: Admission):
         self._admission, self._running = admission, 0
@@ -252,8 +254,8 @@ class _Routes:
         return "".join(texts)
 
     async def _pieces(self, begun: asyncio.Future[TextCompletion], form: Form, call: Call) -> AsyncIterator[bytes]:
-        """The events of a streamed answer, and comments while none comes. The request was valid, and its status has been sent, so an error
-        is an event, also before the first text."""
+        """The events of a streamed answer, and comments while none comes. The request was valid, and its status has
+        been sent, so an error is an event, also before the first text."""
         before, text, completion = form.first(), "", None
         try:
             while text is not None:
@@ -297,8 +299,8 @@ class _Routes:
             self._running -= 1
 
     async def _parsed(self, content: bytes) -> Any:
-        """The JSON of a large body. One thread parses them all, one after the other: Python runs nothing else meanwhile, and so whoever
-        looks at /healthz waits for one of them at most."""
+        """The JSON of a large body. One thread parses them all, one after the other: Python runs nothing else
+        meanwhile, and so whoever looks at /healthz waits for one of them at most."""
         return await asyncio.get_running_loop().run_in_executor(self._parser, _json, content)
 
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
@@ -306,8 +308,8 @@ class _Routes:
 
 
 class _Streamed:
-    """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of them. A client that
-    takes none for `stall_s` seconds is cut off."""
+    """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of
+    them. A client that takes none for `stall_s` seconds is cut off."""
 
     def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, call: Call, end: Callable[[], Awaitable[None]]):
         from starlette.responses import StreamingResponse
@@ -332,7 +334,8 @@ class _Streamed:
 
 
 def _heard(coming: asyncio.Future) -> asyncio.Future:
-    """The future itself. If its client leaves before it ends, nobody asks for its error, and asyncio must not log that."""
+    """The future itself. If its client leaves before it ends, nobody asks for its error, and asyncio must not log
+    that."""
     coming.add_done_callback(lambda done: done.cancelled() or done.exception())
     return coming
 

@@ -28,15 +28,16 @@ MAKE_ROOM_S = 1.0
 
 
 def only_authorization(values: Sequence[str]) -> str:
-    """The value of a call's `authorization`; "" if it has none. Unauthenticated if it has several: a proxy in front of the server may have
-    looked at another one than we do."""
+    """The value of a call's `authorization`; "" if it has none. Unauthenticated if it has several: a proxy in front of
+    the server may have looked at another one than we do."""
     if len(values) > 1:
         raise Unauthenticated(f"the call carries {len(values)} authorization entries: send one")
     return values[0] if values else ""
 
 
 class RateLimiter:
-    """How many calls each bearer token may still make: a bucket that fills at `rate` calls per second, up to ten seconds' worth."""
+    """How many calls each bearer token may still make: a bucket that fills at `rate` calls per second, up to ten
+    seconds' worth."""
 
     def __init__(self, rate: float):
         self._rate, self._most = rate, max(1.0, 10 * rate)
@@ -54,8 +55,8 @@ class RateLimiter:
 
 
 class Admission:
-    """Who may call, how often, and what is noted of each call. started: seconds since 1970. ending: whether the server is draining.
-    throttle: of all its streams."""
+    """Who may call, how often, and what is noted of each call. started: seconds since 1970. ending: whether the server
+    is draining. throttle: of all its streams."""
 
     def __init__(self, runtime: SessionRuntime, metrics: Metrics, options: ServerOptions):
         self.runtime, self.metrics, self.options = runtime, metrics, options
@@ -72,7 +73,8 @@ class Admission:
         threading.Thread(target=self._cut_stalled, name="kvjax stalled", daemon=True).start()
 
     def caller(self, authorization: str) -> str:
-        """The token that the value of the header `authorization` names; "" where none is needed. Unauthenticated if there is none."""
+        """The token that the value of the header `authorization` names; "" where none is needed. Unauthenticated if
+        there is none."""
         given, found = authorization.removeprefix("Bearer ").encode(), ""
         for token in self.options.tokens:  # all of them, so that the time says nothing
             if hmac.compare_digest(given, token.encode()) and authorization.startswith("Bearer "):
@@ -82,7 +84,8 @@ class Admission:
         return found
 
     def enter(self, authorization: str, *, while_ending: bool = False) -> str:
-        """The caller. Raises as `caller` and `spend`; Unavailable while the server is draining, unless `while_ending`."""
+        """The caller. Raises as `caller` and `spend`; Unavailable while the server is draining, unless
+        `while_ending`."""
         found = self.caller(authorization)
         if self.ending and not while_ending:
             raise Unavailable("the server is ending, and takes no new call", reason="ending")
@@ -119,8 +122,8 @@ class Admission:
 
     @contextlib.contextmanager
     def asking(self, cut: Callable[[], object]) -> Iterator[None]:
-        """While the message of a call of health's `Check` is awaited. The one that has waited longest is cut off where there are too many,
-        so that silent ones keep nobody out."""
+        """While the message of a call of health's `Check` is awaited. The one that has waited longest is cut off where
+        there are too many, so that silent ones keep nobody out."""
         key, oldest = object(), None
         with self._changed:
             if len(self._asking) >= ASKING:
@@ -137,7 +140,8 @@ class Admission:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """One of the places of calls over gRPC. ResourceExhausted where all are taken, and no silent stream can be cut off."""
+        """One of the places of calls over gRPC. ResourceExhausted where all are taken, and no silent stream can be cut
+        off."""
         with self._changed:
             if not self._places:
                 self._changed.wait_for(lambda: self._places, MAKE_ROOM_S if self._cut_silent() else 0)
@@ -154,7 +158,8 @@ class Admission:
 
     @contextlib.contextmanager
     def silent(self, cut: Callable[[], object]) -> Iterator[None]:
-        """While a stream waits for its client, and nothing is done for it. Cancelled if its place went to another call."""
+        """While a stream waits for its client, and nothing is done for it. Cancelled if its place went to another
+        call."""
         key = object()
         with self._changed:
             self._silent[key] = time.monotonic(), cut
@@ -216,8 +221,8 @@ class Admission:
 
 
 class Call:
-    """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id, "" for none.
-    caller: the bearer token that it came with, "" for none."""
+    """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id,
+    "" for none. caller: the bearer token that it came with, "" for none."""
 
     def __init__(self, metrics: Metrics, name: str, tell: Callable[[Call], None]):
         self._metrics, self._name, self._tell, self.session, self.caller = metrics, name, tell, "", ""

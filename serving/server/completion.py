@@ -12,10 +12,11 @@ from kvjax.text.detokenizer import TextStream
 
 
 class TextCompletion:
-    """A session, made from a prompt and closed after its one answer. It shares no prefix with others, and is not kept on disk.
+    """A session, made from a prompt and closed after its one answer. It shares no prefix with others, and is not kept
+    on disk.
 
-    `more` and `close` wait, so they belong into a thread; `stop` does not. generated: tokens so far. finish_reason: "stop" or "length";
-    None while more text may come. throttle: of all streams of the server.
+    `more` and `close` wait, so they belong into a thread; `stop` does not. generated: tokens so far. finish_reason:
+    "stop" or "length"; None while more text may come. throttle: of all streams of the server.
     """
 
     def __init__(self, runtime: SessionRuntime, request: Asked, throttle: Throttle):
@@ -32,7 +33,8 @@ class TextCompletion:
             raise
 
     def more(self) -> str | None:
-        """Wait for tokens, and return the text that is certain with them, possibly none yet; None at the end. Raises SessionError."""
+        """Wait for tokens, and return the text that is certain with them, possibly none yet; None at the end. Raises
+        SessionError."""
         if self.finish_reason is not None:
             return None
         tokens = self._generation.ready(self._throttle)

@@ -13,8 +13,8 @@ MAX_PIECES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """A connection at one look. cycle: its latest request. quiet: no answer is under way. pending: bytes that the client has not taken.
-    paused: how often it has taken some, if more are held back until it does."""
+    """A connection at one look. cycle: its latest request. quiet: no answer is under way. pending: bytes that the
+    client has not taken. paused: how often it has taken some, if more are held back until it does."""
 
     cycle: Any
     quiet: bool
@@ -25,9 +25,10 @@ class _Seen:
 def impatient(stall_s: float, most: int) -> type:
     """uvicorn's protocol of HTTP, with limits of its own.
 
-    It closes a connection whose next request is not complete in its headers for `stall_s` seconds (the first one: for `FIRST_S`), and cuts
-    off one whose client takes nothing of an answer for so long. most: connections at once; beyond it, the oldest one is cut off on which no
-    request is under way. So connections on which nothing comes keep nobody out.
+    It closes a connection whose next request is not complete in its headers for `stall_s` seconds (the first one: for
+    `FIRST_S`), and cuts off one whose client takes nothing of an answer for so long. most: connections at once; beyond
+    it, the oldest one is cut off on which no request is under way. So connections on which nothing comes keep nobody
+    out.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 

@@ -26,8 +26,8 @@ REQUEST_BYTES = 256
 class Calls:
     """One method for each call, by its name. They take a message and the call's context, and raise `SessionError`s.
 
-    options: of the server, of which these are limits. throttle: of all streams. silent: the block in which a Converse waits for its client,
-    and nothing is done for it; it is given what cuts the call off.
+    options: of the server, of which these are limits. throttle: of all streams. silent: the block in which a Converse
+    waits for its client, and nothing is done for it; it is given what cuts the call off.
     """
 
     def __init__(self, runtime: SessionRuntime, options: ServerOptions, throttle: Throttle, silent: Callable[..., AbstractContextManager]):
@@ -143,8 +143,8 @@ class Calls:
 
 @dataclasses.dataclass(eq=False)
 class _Asked:
-    """A request of a Converse. size: about its bytes in memory. keep: how many tokens stay of a generation that was stopped before it
-    began."""
+    """A request of a Converse. size: about its bytes in memory. keep: how many tokens stay of a generation that was
+    stopped before it began."""
 
     request: Any
     size: int = 0
@@ -164,7 +164,8 @@ def _patience(context: Any) -> dict[str, Any]:
 class _Talk:
     """The requests of one Converse, read by a thread, so that `stop` acts at once.
 
-    most_bytes: of requests that wait. Beyond it the client's are not read, so one that sends without end fills no memory.
+    most_bytes: of requests that wait. Beyond it the client's are not read, so one that sends without end fills no
+    memory.
     """
 
     def __init__(self, requests: Iterator[Any], most_bytes: int):

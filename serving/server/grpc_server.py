@@ -44,15 +44,17 @@ IDLE_CONNECTION_MS = 60_000
 def freeze_live_objects() -> None:
     """Collect garbage, and leave all objects that are there now out of later collections.
 
-    For a process that does nothing but serve, before it listens: modules, model and engine live as long as it does. A full collection
-    stops every thread that runs Python, and takes longer the more objects it looks at: hundreds of thousands after JAX was imported.
+    For a process that does nothing but serve, before it listens: modules, model and engine live as long as it does. A
+    full collection stops every thread that runs Python, and takes longer the more objects it looks at: hundreds of
+    thousands after JAX was imported.
     """
     gc.collect()
     gc.freeze()
 
 
 def allow_open_files() -> None:
-    """Let the process have as many open files as it may: each connection takes one, and many systems begin with 1,024."""
+    """Let the process have as many open files as it may: each connection takes one, and many systems begin with
+    1,024."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -60,7 +62,8 @@ def allow_open_files() -> None:
 
 
 class Server:
-    """A gRPC server over a runtime. `start` returns at once; `stop` drains. port, http_port: those that it listens on."""
+    """A gRPC server over a runtime. `start` returns at once; `stop` drains. port, http_port: those that it listens
+    on."""
 
     def __init__(self, runtime: SessionRuntime, metrics: Metrics, options: ServerOptions):
         needs_extras("kvjax serve", "server")
@@ -121,7 +124,8 @@ class Server:
             self._web = Web(self._admission, self._http)
 
     def stop(self, drain_s: float = 10.0, hurry: threading.Event | None = None) -> None:
-        """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime. hurry: once set, it ends that time."""
+        """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime. hurry: once set,
+        it ends that time."""
         self._health.enter_graceful_shutdown()
         self._admission.drain(drain_s, hurry)
         stopped = self._server.stop(None if hurry is not None and hurry.is_set() else LAST_S)
@@ -144,8 +148,8 @@ class Server:
             (True, True): (grpc.stream_stream_rpc_method_handler, self._streaming),
         }
         make, wrap = kinds[method.streams]
-        # Messages are parsed inside the call, so that one that is none is an error like others, and not a traceback in the log. They are
-        # awaited there, too, also where there is only one: gRPC itself would wait for it without end.
+        # Messages are parsed inside the call, so that one that is none is an error like others, and not a traceback in
+        # the log. They are awaited there, too, also where there is only one: gRPC itself would wait for it without end.
         return make(
             lambda content, context: wrap(method, behaviour, content, context), response_serializer=method.response.SerializeToString
         )
@@ -169,7 +173,8 @@ class Server:
                         yield response
 
     def _first(self, content: Iterator[bytes], call: Call, context: Any) -> bytes:
-        """The message of a call. InvalidArgument if it ends without one, Cancelled if the client goes; a silent one is cut off."""
+        """The message of a call. InvalidArgument if it ends without one, Cancelled if the client goes; a silent one is
+        cut off."""
         from grpc import RpcError
 
         try:
@@ -229,9 +234,9 @@ def _authorization(metadata: Any) -> str:
 
 
 def _gate(admission: Admission, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
-    """What turns away calls without a token before their messages are read: one that never comes would keep a thread. So that a balancer
-    can look, `Check` of the health service is answered to anybody, beside the places of other calls; its `Watch`, which never ends, takes
-    one of them, and so does reflection."""
+    """What turns away calls without a token before their messages are read: one that never comes would keep a thread.
+    So that a balancer can look, `Check` of the health service is answered to anybody, beside the places of other calls;
+    its `Watch`, which never ends, takes one of them, and so does reflection."""
     import grpc
     from grpc_health.v1 import health
 

@@ -54,7 +54,8 @@ COUNTERS = {  # name -> label, {value of the label: key of SessionRuntime.counts
 class Counts:
     """How many values a histogram has in each bucket, and their sum. One thread adds.
 
-    `prometheus_client.Histogram` takes a lock and looks at one bound after another, in Python. That is too much for every token.
+    `prometheus_client.Histogram` takes a lock and looks at one bound after another, in Python. That is too much for
+    every token.
     """
 
     def __init__(self, bounds: Sequence[float]):

@@ -1,7 +1,7 @@
 """Requests in OpenAI's form: what they ask for, checked, and the bodies of their answers.
 
-The fields are those of a batch job (`kvjax.serving.bodies`), but for log-probabilities and several samples. What is not there is refused,
-not ignored. Source: ADR 0008, section 2.7; OpenAI's API reference.
+The fields are those of a batch job (`kvjax.serving.bodies`), but for log-probabilities and several samples. What is not
+there is refused, not ignored. Source: ADR 0008, section 2.7; OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ COMPLETION_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One request. ids: the prompt. sampling: fields of `Session.generate`. stop: strings that end the text. chat: which form its answer
-    has. stream: whether it is sent piece by piece; usage: with a last piece that counts tokens."""
+    """One request. ids: the prompt. sampling: fields of `Session.generate`. stop: strings that end the text. chat:
+    which form its answer has. stream: whether it is sent piece by piece; usage: with a last piece that counts
+    tokens."""
 
     ids: list[int]
     sampling: dict[str, Any]
@@ -39,8 +40,8 @@ class Asked:
 
 
 def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions) -> Asked:
-    """What a request asks for. chat: whether it came to /v1/chat/completions. InvalidArgument names the field; SessionNotFound for another
-    model."""
+    """What a request asks for. chat: whether it came to /v1/chat/completions. InvalidArgument names the field;
+    SessionNotFound for another model."""
     model = runtime.engine.model
     if not isinstance(body, Mapping):
         raise InvalidArgument("the body must be a JSON object")
@@ -83,10 +84,11 @@ def _check_served(read: Body) -> None:
 
 
 def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, limit: int, *, clips: bool) -> Any:
-    """How many tokens a request may generate: `count`; where that is None, or the answer is clipped, at most what there is room for.
+    """How many tokens a request may generate: `count`; where that is None, or the answer is clipped, at most what there
+    is room for.
 
-    field: the name of `count` in the request. prompt: how many tokens it has. limit: of tokens of one call. clips: whether to cut.
-    InvalidArgument if there is too little room.
+    field: the name of `count` in the request. prompt: how many tokens it has. limit: of tokens of one call. clips:
+    whether to cut. InvalidArgument if there is too little room.
     """
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         return count  # the sampling's own check says what is wrong with it

@@ -30,16 +30,17 @@ class ServerOptions:
         max_new_tokens: the most tokens that one call may generate.
         max_stop_tokens: the most stop tokens of one call.
         max_calls: calls at once; each takes a thread.
-        calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit. Each message of a
-            Converse counts.
+        calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit. Each message
+            of a Converse counts.
         messages_per_second: of tokens, in all streams together; beyond that, a message has several tokens
         (`kvjax.serving.sessions.throttle`).
-        stall_s: seconds after which a client is cut off that takes none of what is sent to it, does not finish its request over HTTP, or
-            sends no first message of its call over gRPC. A Converse that has been silent for so long gives its place to another call
-            where all places are taken.
+        stall_s: seconds after which a client is cut off that takes none of what is sent to it, does not finish its
+            request over HTTP, or sends no first message of its call over gRPC. A Converse that has been silent for so
+            long gives its place to another call where all places are taken.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
         model_name: the model's name in /v1.
-        clip_max_tokens: whether max_tokens of a request to /v1 is lowered to what there is room for; False: the request is refused.
+        clip_max_tokens: whether max_tokens of a request to /v1 is lowered to what there is room for; False: the request
+            is refused.
     """
 
     host: str = "127.0.0.1"
@@ -82,7 +83,8 @@ def is_loopback(host: str) -> bool:
 
 
 def tls_context(chain: bytes, key: bytes) -> Any:
-    """The TLS context of PEM files, which Python reads only from disk. ValueError if they are none, or do not belong together."""
+    """The TLS context of PEM files, which Python reads only from disk. ValueError if they are none, or do not belong
+    together."""
     import ssl
 
     def no_password() -> str:  # without this, Python would ask on the terminal

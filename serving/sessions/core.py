@@ -1,10 +1,11 @@
 """The sessions of one engine, for one thread: what `SessionRuntime` runs in its own.
 
-* A session's cache holds only tokens that prefill wrote. A generation runs on a fork, whose pages go when it ends, and its tokens are
-  prefilled before the next one. So the bits of the cache depend on the history, and not on how it came in (INV-3), and a generation that
-  was cut off leaves the session as it was. The price is the prefill of generated tokens. Every token of the history is prefilled once.
-* Generations of all sessions go through one `kvjax.Scheduler`. They are decoded together, in one batch bucket, so the bits of each do not
-  depend on the others.
+* A session's cache holds only tokens that prefill wrote. A generation runs on a fork, whose pages go when it ends, and
+  its tokens are prefilled before the next one. So the bits of the cache depend on the history, and not on how it came
+  in (INV-3), and a generation that was cut off leaves the session as it was. The price is the prefill of generated
+  tokens. Every token of the history is prefilled once.
+* Generations of all sessions go through one `kvjax.Scheduler`. They are decoded together, in one batch bucket, so the
+  bits of each do not depend on the others.
 
 Source: ADR 0008, sections 2.2 to 2.8.
 """
@@ -42,14 +43,15 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 10_000
 """Ended sessions whose reason is remembered."""
 WAITING_TOLD_S = 10.0
-"""How long all tokens of a generation are there, and other calls wait for who asked for them, before the log says so."""
+"""How long all tokens of a generation are there, and other calls wait for who asked for them, before the log says
+so."""
 OUTCOMES = {"close": "closed", "ttl": "evicted", "lru": "evicted", "failed": "failed"}
 """How a session ended, by reason: the labels of the paper's `session_total` and `session_evicted_total`."""
 
 
 class SessionCore:
-    """Sessions and their generations. policies: those that sessions may have. observe, clock: as in `SessionRuntime`. counts: events so
-    far, by name."""
+    """Sessions and their generations. policies: those that sessions may have. observe, clock: as in `SessionRuntime`.
+    counts: events so far, by name."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class SessionCore:
                 raise
 
     def _restore(self, journal: Journal) -> None:
-        """Take the sessions that are on disk. Their idle time begins now: while no server ran, nobody could use them."""
+        """Take the sessions that are on disk. Their idle time begins now: while no server ran, nobody could use
+        them."""
         missing: dict[str, str] = {}
         for each in sorted(journal.load(), key=lambda stored: stored.written):
             try:
@@ -115,7 +118,8 @@ class SessionCore:
         return record
 
     def create(self, tokens: list[int], policy: DecodePolicy | None, kept: bool) -> Record:
-        """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions are."""
+        """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions
+        are."""
         self._check_length(len(tokens))
         leaving = self._leaving_for_one()
         record = Record(secrets.token_hex(16), policy, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
@@ -156,8 +160,8 @@ class SessionCore:
         return SessionInfo(record.id, len(record.history), sequence.length, record.dropped, **figures)
 
     def audit(self, record: Record) -> None:
-        """Prefill what the cache holds once more, and compare the next token's logits bit by bit (INV-3). A difference closes the
-        session."""
+        """Prefill what the cache holds once more, and compare the next token's logits bit by bit (INV-3). A difference
+        closes the session."""
         self._look_for_damage(record)
         sequence = record.sequence
         self._checked(record)
@@ -174,8 +178,8 @@ class SessionCore:
             self._violated(record, Violation("inv3", "one prefill of the history gives other logits than the session has"))
 
     def demote(self, record: Record) -> None:
-        """Move a session's pages to host memory, and those that have been there longest on to disk if it is full. ResourceExhausted if both
-        are, or if the disk cannot be written to."""
+        """Move a session's pages to host memory, and those that have been there longest on to disk if it is full.
+        ResourceExhausted if both are, or if the disk cannot be written to."""
         store, sequence = self.engine.suspended, record.sequence
         if sequence.suspended is not None or not sequence.length:
             return
@@ -191,7 +195,8 @@ class SessionCore:
             self.counts |= collections.Counter(shelved=store.moved)  # without a count of 0
 
     def end(self, record: Record, reason: str) -> None:
-        """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
+        """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait
+        with NOT_FOUND."""
         self.records.pop(record.id)
         if record.stored and self._journal is not None:
             self._journal.end(record.id)
@@ -232,8 +237,8 @@ class SessionCore:
         self._runs[run.handle] = run
 
     def conclude(self, run: Run, keep: int) -> int:
-        """End a generation; the first `keep` of its tokens join the history. Returns its length, 0 if the session is gone. keep -1: only
-        stop it; its caller concludes it later."""
+        """End a generation; the first `keep` of its tokens join the history. Returns its length, 0 if the session is
+        gone. keep -1: only stop it; its caller concludes it later."""
         record = self.records.get(run.session_id)
         mine = record is not None and record.run is run
         self._stop(run, Cancelled("the generation was cancelled"))
@@ -272,8 +277,8 @@ class SessionCore:
             future.set_exception(error)
 
     def warm_up(self, policy: DecodePolicy, tokens: int | None) -> None:
-        """Compile what generations under a policy run, for histories of up to so many tokens: greedy steps, and those that draw at random
-        for histories of a few pages."""
+        """Compile what generations under a policy run, for histories of up to so many tokens: greedy steps, and those
+        that draw at random for histories of a few pages."""
         self.engine.warmup(tokens=tokens, policy=policy)
         for temperature in (0.0, 1.0):
             (sequence,) = self.engine.prefill([[0]])
@@ -310,7 +315,8 @@ class SessionCore:
                 self._finish(run, handle.completion)
 
     def tell_of_waiting(self) -> None:
-        """Log the generations that nobody takes the tokens of while other calls of their sessions wait: such calls may wait for ever."""
+        """Log the generations that nobody takes the tokens of while other calls of their sessions wait: such calls may
+        wait for ever."""
         for record in self.records.values():
             run = record.run
             if record.waiting and run is not None and run.over and not run.told and time.monotonic() - run.ended >= WAITING_TOLD_S:
@@ -321,7 +327,8 @@ class SessionCore:
                 )
 
     def sweep(self) -> None:
-        """End sessions that have been idle for too long, and demote those that have been for a while, up to the first that has no room."""
+        """End sessions that have been idle for too long, and demote those that have been for a while, up to the first
+        that has no room."""
         now, ttl, demote_after = self.clock(), self.limits.idle_ttl_s, self.limits.demote_after_s
         demote_after = ttl if demote_after is None else demote_after
         full = False
@@ -387,7 +394,8 @@ class SessionCore:
             self.answer(*record.waiting.popleft())
 
     def _check_length(self, tokens: int) -> None:
-        """ResourceExhausted for a history above the limit, and for one that never fits, unless a window drops what is too much."""
+        """ResourceExhausted for a history above the limit, and for one that never fits, unless a window drops what is
+        too much."""
         if tokens > self.limits.history:
             raise ResourceExhausted(f"a history of {tokens:,} tokens is above the limit of {self.limits.history:,} (--max-history)")
         if self.limits.window is None:
@@ -401,7 +409,8 @@ class SessionCore:
             raise ResourceExhausted(str(error)) from error
 
     def _with_room(self, call: Callable[[], Any], busy: Record) -> Any:
-        """The result of a call that takes pages. While there are too few, idle sessions other than `busy` are demoted."""
+        """The result of a call that takes pages. While there are too few, idle sessions other than `busy` are
+        demoted."""
         while True:
             try:
                 return call()
@@ -414,10 +423,11 @@ class SessionCore:
         self.engine.resume(record.sequence)
 
     def _give_room(self, needing: CachedSequence | None) -> bool:
-        """Demote a session, so that another sequence gets its pages, or the next step (None). Returns whether there was one.
+        """Demote a session, so that another sequence gets its pages, or the next step (None). Returns whether there was
+        one.
 
-        First the idle one used longest ago, then one whose generation has not begun. For a step, at last one whose generation runs: on a
-        fork, with which it shares all pages but the open one.
+        First the idle one used longest ago, then one whose generation has not begun. For a step, at last one whose
+        generation runs: on a fork, with which it shares all pages but the open one.
         """
         if self.engine.suspended.full:
             return False
@@ -439,8 +449,8 @@ class SessionCore:
         return record.sequence.suspended is not None
 
     def _leaving_for_one(self, busy: Record | None = None) -> list[Record]:
-        """The idle sessions but `busy`, those used longest ago, that have to end for one more. After a restart there may be more than the
-        capacity, if that is smaller than it was."""
+        """The idle sessions but `busy`, those used longest ago, that have to end for one more. After a restart there
+        may be more than the capacity, if that is smaller than it was."""
         count = len(self.records) + 1 - self.limits.capacity
         idle = [each for each in self.records.values() if each.idle and each is not busy]
         if len(idle) < count:
@@ -458,7 +468,8 @@ class SessionCore:
         self._begin_again(record)
 
     def _look_for_damage(self, record: Record) -> None:
-        """Where a session's pages on disk are not those that were written, its history is prefilled again, with the same bits."""
+        """Where a session's pages on disk are not those that were written, its history is prefilled again, with the
+        same bits."""
         try:
             if record.sequence.suspended is not None:
                 self.engine.suspended.get(record.sequence)

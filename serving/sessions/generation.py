@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Run:
     """What the runtime knows of a generation. The runtime's thread adds tokens; one other thread waits for them.
 
-    awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the runtime's thread far
-    more than a token. turn: what the generation's turn is told by; cancelled when nobody waits for it any more. wakes: an entry for each
-    wake-up. admitted: when the step began in which the scheduler turned to it. ended: when its last token had come. told: whether the log
-    says that nobody takes them.
+    awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the
+    runtime's thread far more than a token. turn: what the generation's turn is told by; cancelled when nobody waits for
+    it any more. wakes: an entry for each wake-up. admitted: when the step began in which the scheduler turned to it.
+    ended: when its last token had come. told: whether the log says that nobody takes them.
     """
 
     session_id: str
@@ -74,7 +74,8 @@ class Run:
                 return False
 
     def wait_for_end(self, until: float) -> bool:
-        """Wait for the end until this time of `time.monotonic`. Returns whether it has come. Tokens do not wake this thread."""
+        """Wait for the end until this time of `time.monotonic`. Returns whether it has come. Tokens do not wake this
+        thread."""
         while not self.over:
             if not self._woken(until):
                 return self.over
@@ -92,15 +93,15 @@ class Run:
 class Generation:
     """The tokens of one `Session.generate`, as an iterator of ids.
 
-    A token that was iterated over joins the session's history: all of them at the end; where the caller stops early, by `break` or
-    `cancel`, those so far. history_tokens: length of the history, once it has ended.
+    A token that was iterated over joins the session's history: all of them at the end; where the caller stops early, by
+    `break` or `cancel`, those so far. history_tokens: length of the history, once it has ended.
     """
 
     def __init__(self, run: Run, conclude: Callable[[Run, int, bool], int]):
         self._run, self._conclude = run, conclude
         self.kept_if_broken: int | None = None
-        """How many tokens join the history if it does not end by itself; None: those that were iterated over. 0 for a caller who does not
-        know which of them arrived."""
+        """How many tokens join the history if it does not end by itself; None: those that were iterated over. 0 for a
+        caller who does not know which of them arrived."""
         self.stopped = False
         """Whether `stop` with a number of tokens has ended it."""
         self._stop_keep: int | None = None
@@ -166,7 +167,8 @@ class Generation:
         return None
 
     def cancel(self, keep: int | None = None) -> None:
-        """End it within a step, and free what it holds. keep: how many tokens stay in the history; None: those that were iterated over."""
+        """End it within a step, and free what it holds. keep: how many tokens stay in the history; None: those that
+        were iterated over."""
         keep = keep if keep is None else arguments.whole("keep", keep)
         if not self._closed:
             self._closed = True
@@ -179,7 +181,8 @@ class Generation:
     def ready(self, throttle: Throttle | None = None) -> list[int]:
         """Wait for the next token, and return it with those that have come meanwhile; [] at the end. Raises as `token`.
 
-        throttle: where tokens are sent on: the first is returned at once, later ones when the next message is due, and all at the end.
+        throttle: where tokens are sent on: the first is returned at once, later ones when the next message is due, and
+        all at the end.
         """
         if self._closed:
             return []
@@ -196,7 +199,8 @@ class Generation:
     def stop(self, keep: int | None = None) -> None:
         """Let it end within a step, from any thread. Who waits for a token then gets the error Cancelled.
 
-        keep: how many of its tokens join the history, even where it has ended by itself, but its reader does not know of that yet.
+        keep: how many of its tokens join the history, even where it has ended by itself, but its reader does not know
+        of that yet.
         """
         if keep is not None:
             self._stop_keep = arguments.whole("keep", keep)

@@ -1,14 +1,16 @@
 """Histories on disk, so that sessions outlive their server's process.
 
-A folder has one file for each session: a line of JSON with its checksum, and then its tokens, in one record for each call that brought
-some. A record is their number, a checksum of them, one of these two numbers, and the tokens, all as 32-bit integers. Checksums are CRC-32,
-which finds damage, and no forger: who can write to the folder can write other histories. Each checksum goes on from the one before it, so
-that a record that is lost, doubled or from another file is found, too. A record is written before its call is answered. So a killed process
-loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none: the bytes of
-half a record at the end are moved to a file beside it, `.torn`, and the log says so. A file that was cut looks the same. After the last
-record stands an end mark, over which the next record is written, so that a file that was cut exactly at a record's end is noticed, too.
-A machine that loses power may lose tokens, because the file is not synced; zeros that it left at the end are moved away, too. Keys and
-values are not stored: the first generation after a restart prefills the history again, with the same bits.
+A folder has one file for each session: a line of JSON with its checksum, and then its tokens, in one record for each
+call that brought some. A record is their number, a checksum of them, one of these two numbers, and the tokens, all as
+32-bit integers. Checksums are CRC-32, which finds damage, and no forger: who can write to the folder can write other
+histories. Each checksum goes on from the one before it, so that a record that is lost, doubled or from another file is
+found, too. A record is written before its call is answered. So a killed process loses no token that it has
+acknowledged, and of a call that it was writing down, the next process finds all tokens or none: the bytes of half a
+record at the end are moved to a file beside it, `.torn`, and the log says so. A file that was cut looks the same. After
+the last record stands an end mark, over which the next record is written, so that a file that was cut exactly at a
+record's end is noticed, too. A machine that loses power may lose tokens, because the file is not synced; zeros that it
+left at the end are moved away, too. Keys and values are not stored: the first generation after a restart prefills the
+history again, with the same bits.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ VERSION, FORMER = 5, 3
 NUMBERS = struct.Struct("<II")
 """Of a record: the number of its tokens, and their checksum."""
 HEAD = struct.Struct("<III")
-"""These numbers, and the checksum of them. Without that, a damaged number that is too large would look like a record that a kill left
-half-written. An end mark is one of no tokens, with the checksum of all that stands before."""
+"""These numbers, and the checksum of them. Without that, a damaged number that is too large would look like a record
+that a kill left half-written. An end mark is one of no tokens, with the checksum of all that stands before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One session of a folder. policy: the name of its policy. written: when its file was written to last, by the file system's clock. It
-    says which session is older, and no more: that clock may jump."""
+    """One session of a folder. policy: the name of its policy. written: when its file was written to last, by the file
+    system's clock. It says which session is older, and no more: that clock may jump."""
 
     id: str
     policy: str
@@ -75,8 +77,9 @@ class Journal:
             raise ValueError(f"another process has the sessions in {folder}: give each server a folder of its own") from None
 
     def load(self) -> Iterator[Stored]:
-        """The sessions that are there. A record that a kill left half-written is moved to a file of its own; a file that was cut is logged.
-        ValueError, which names the file, for one that is no session or is damaged, and for one of another model or version."""
+        """The sessions that are there. A record that a kill left half-written is moved to a file of its own; a file
+        that was cut is logged. ValueError, which names the file, for one that is no session or is damaged, and for one
+        of another model or version."""
         for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
             try:
                 path.unlink()
@@ -111,7 +114,8 @@ class Journal:
         self._ends[session_id] = len(content), checksum
 
     def extend(self, session_id: str, tokens: list[int]) -> None:
-        """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not there."""
+        """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not
+        there."""
         if not tokens:
             return
         start, former = self._ends[session_id]
@@ -176,8 +180,8 @@ class Journal:
 
 
 def _mend(path: Path, content: bytes, end: int, checksum: int, tokens: int) -> None:
-    """Write the end mark after the last whole record of a session's file, and move what stands there to a file beside it. checksum: of all
-    before. tokens: of the whole records."""
+    """Write the end mark after the last whole record of a session's file, and move what stands there to a file beside
+    it. checksum: of all before. tokens: of the whole records."""
     torn, mark, rest = path.with_suffix(TORN), _end_mark(checksum), content[end:]
     rest = b"" if mark.startswith(rest) else rest.removeprefix(mark)
     try:
@@ -214,7 +218,8 @@ def _line(header: dict[str, object]) -> bytes:
 
 
 def _record(tokens: array.array, checksum: int) -> tuple[bytes, int]:
-    """What is written of the tokens of one call, nothing for none; and the checksum so far. checksum: of what stands before."""
+    """What is written of the tokens of one call, nothing for none; and the checksum so far. checksum: of what stands
+    before."""
     if sys.byteorder == "big":
         tokens = tokens[:]
         tokens.byteswap()
@@ -233,11 +238,11 @@ def _end_mark(checksum: int) -> bytes:
 
 
 def _records(content: bytes, at: int, checksum: int, path: Path) -> tuple[array.array, int, int]:
-    """The tokens of all whole records from a place of a file on, where these end, and the checksum there. checksum: of what stands before.
-    ValueError for a checksum that is wrong.
+    """The tokens of all whole records from a place of a file on, where these end, and the checksum there. checksum: of
+    what stands before. ValueError for a checksum that is wrong.
 
-    What follows the last of them is an end mark, alone or before zeros; nothing, or half a record, also where a kill came while the next
-    record was written over the end mark; or zeros.
+    What follows the last of them is an end mark, alone or before zeros; nothing, or half a record, also where a kill
+    came while the next record was written over the end mark; or zeros.
     """
     history = array.array("i")
     while len(content) - at >= HEAD.size:

@@ -1,5 +1,5 @@
-"""Limits on what clients can make a server hold or do, where the server is not told otherwise. A module of its own, which `--help` can read
-without JAX; and those of one runtime."""
+"""Limits on what clients can make a server hold or do, where the server is not told otherwise. A module of its own,
+which `--help` can read without JAX; and those of one runtime."""
 
 from __future__ import annotations
 

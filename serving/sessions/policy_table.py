@@ -1,7 +1,7 @@
 """Which decode policies a client or a session's file may name.
 
-A name that comes from outside is only looked up: among the policies that the engine was made with, and the built-in forms that the operator
-allows. It never reaches `kvjax.policies.decode.parse`, which runs files.
+A name that comes from outside is only looked up: among the policies that the engine was made with, and the built-in
+forms that the operator allows. It never reaches `kvjax.policies.decode.parse`, which runs files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ class PolicyTable:
     """The policies that sessions of an engine may name. Any thread may ask.
 
     Args:
-        engine: its declared policies have the names that they were declared by, and those of `kvjax.policies.decode.name_of`. A class of a
-            file also has the name without the file's folder, and is shown by it.
+        engine: its declared policies have the names that they were declared by, and those of
+            `kvjax.policies.decode.name_of`. A class of a file also has the name without the file's folder, and is shown
+            by it.
         allowed: built-in names, as top:32, and forms of them with '*' for any text after the colon, as window:*.
-        most: how many distinct policies of forms with '*' may be named. Each compiles its own steps at its first use, and others wait.
+        most: how many distinct policies of forms with '*' may be named. Each compiles its own steps at its first use,
+            and others wait.
 
-    fixed: all policies but those of forms with '*': what can be compiled before the first session. ValueError for an allowed name or form
-    that is not built in, or that the engine cannot run.
+    fixed: all policies but those of forms with '*': what can be compiled before the first session. ValueError for an
+    allowed name or form that is not built in, or that the engine cannot run.
     """
 
     def __init__(self, engine: Engine, allowed: Iterable[str] = (), most: int = MAX_POLICIES):
@@ -65,8 +67,8 @@ class PolicyTable:
         self.fixed = tuple(dict.fromkeys(self._by_name.values()))
 
     def find(self, name: object) -> DecodePolicy:
-        """The policy of a name. InvalidArgument for a name that is not in the table, whether it names a file or not; ResourceExhausted for
-        one policy more than `most`."""
+        """The policy of a name. InvalidArgument for a name that is not in the table, whether it names a file or not;
+        ResourceExhausted for one policy more than `most`."""
         if not isinstance(name, str):
             raise InvalidArgument(f"a policy's name is text, got {type(name).__name__}", field="policy")
         text = name.strip(" ") if len(name) <= MAX_NAME else name[: MAX_NAME + 1]
@@ -89,7 +91,8 @@ class PolicyTable:
             raise InvalidArgument(str(error), field="policy") from None
 
     def resolve(self, policy: str | DecodePolicy) -> DecodePolicy:
-        """The policy of a name, or a policy object that the operator's own code made. InvalidArgument if the engine cannot run it."""
+        """The policy of a name, or a policy object that the operator's own code made. InvalidArgument if the engine
+        cannot run it."""
         if isinstance(policy, str):
             return self.find(policy)
         try:

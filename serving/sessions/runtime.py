@@ -36,8 +36,8 @@ from kvjax.serving.sessions.session import Record, check_window
 logger = logging.getLogger(__name__)
 
 ANSWERS_S = 0.02
-"""Between two steps, calls are answered for so long; the others wait for the next step. Without a bound, clients that call without pause
-would stop the generations."""
+"""Between two steps, calls are answered for so long; the others wait for the next step. Without a bound, clients that
+call without pause would stop the generations."""
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
 PUBLISH_SECONDS = 0.1
@@ -57,28 +57,31 @@ class SessionRuntime:
         for token in session.generate(max_new_tokens=20):
             ...
 
-    The runtime owns the engine from here on: do not call it from elsewhere until `close`. A prefill policy that looks at several queries of
-    a chunk at once is refused (ValueError), because bits would depend on how a history was cut.
+    The runtime owns the engine from here on: do not call it from elsewhere until `close`. A prefill policy that looks
+    at several queries of a chunk at once is refused (ValueError), because bits would depend on how a history was cut.
 
     Args:
         engine: the engine, with the decode policies that sessions may name.
         allow_policies: built-in policies that they may name besides, as top:32, or forms of some, as window:*.
-        max_policies: how many distinct policies of forms sessions may bring in. Each compiles at its first use, and others wait meanwhile.
+        max_policies: how many distinct policies of forms sessions may bring in. Each compiles at its first use, and
+            others wait meanwhile.
         capacity: sessions at once. At capacity, `create` ends the idle one that was used longest ago.
-        slots: generations that run at once, as in `kvjax.Scheduler`. It fixes the batch bucket, on which bits depend. Others wait.
+        slots: generations that run at once, as in `kvjax.Scheduler`. It fixes the batch bucket, on which bits depend.
+            Others wait.
         max_gap_ms: as in `kvjax.Scheduler`.
         idle_ttl_s: seconds after which an idle session ends. Only time in which a runtime has the session counts.
-        demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when others need the room.
-            They come back, with the same bits, when the session is used.
+        demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when
+            others need the room. They come back, with the same bits, when the session is used.
         host_bytes: the most bytes of pages in host memory; None: no limit.
-        disk: a folder to which pages of demoted sessions go when host memory is full, those used longest ago first; None: nowhere. They
-            do not outlive the process.
+        disk: a folder to which pages of demoted sessions go when host memory is full, those used longest ago first;
+            None: nowhere. They do not outlive the process.
         disk_bytes: the most bytes of pages there; together with `disk`.
-        window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a history that is too
-            long for the model or the pool is an error. The first page stays, and the oldest tokens after it are dropped, a quarter of the
-            window at a time; the rest is then prefilled again.
+        window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a
+            history that is too long for the model or the pool is an error. The first page stays, and the oldest tokens
+            after it are dropped, a quarter of the window at a time; the rest is then prefilled again.
         max_history: the most tokens of one history, in the cache or not.
-        state: a folder in which histories are kept, so that sessions outlive the process (`kvjax.serving.sessions.journal`); None: nowhere.
+        state: a folder in which histories are kept, so that sessions outlive the process
+            (`kvjax.serving.sessions.journal`); None: nowhere.
         observe: called in the runtime's thread with the name of a metric and a value (`kvjax.serving.server.metrics`).
         clock: seconds, for what is idle.
     """
@@ -141,7 +144,8 @@ class SessionRuntime:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._closing, self._drained_at = False, 0.0
         self.published = self._core.gauges()
-        """`gauges` as they were a moment ago; to read them waits for nothing, also while the engine compiles. Do not change it."""
+        """`gauges` as they were a moment ago; to read them waits for nothing, also while the engine compiles. Do not
+        change it."""
         self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
         self._thread.start()
         # Python ends a daemon's thread anywhere, in the middle of a device's call too, which aborts the process.
@@ -158,8 +162,9 @@ class SessionRuntime:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru"; "demoted", of these
-        "shelved" on disk, "damaged" there; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
+        """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru";
+        "demoted", of these "shelved" on disk, "damaged" there; "truncated"; violations "inv1", "inv2" and "inv3". Those
+        that never happened are left out."""
         return dict(self._core.counts)
 
     @property
@@ -168,9 +173,10 @@ class SessionRuntime:
         return self._policies.fixed
 
     def warmup(self, policy: str | DecodePolicy, tokens: int | None = None) -> None:
-        """Compile the steps of one of `policies`, for histories of up to `tokens` tokens (None: one page), so that its first session does
-        not wait for that. Steps with penalties, and those that draw at random in longer histories, are compiled when first used. Sessions
-        wait meanwhile. InvalidArgument for another policy; raises as `Engine.warmup`."""
+        """Compile the steps of one of `policies`, for histories of up to `tokens` tokens (None: one page), so that its
+        first session does not wait for that. Steps with penalties, and those that draw at random in longer histories,
+        are compiled when first used. Sessions wait meanwhile. InvalidArgument for another policy; raises as
+        `Engine.warmup`."""
         if policy is None or not isinstance(policy, str | DecodePolicy):
             raise InvalidArgument(f"policy must be one of the runtime's policies, or its name, got {policy!r:.60}", field="policy")
         chosen = self._policies.resolve(policy)
@@ -187,12 +193,13 @@ class SessionRuntime:
     ) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
-        policy: the name of its decode policy, one that the engine declares or `allow_policies` allows; or the policy itself; None: the
-        engine's. A name is only looked up: no file is loaded for it. kept: whether it is written to `state`. timeout: in seconds, as
-        everywhere here: DeadlineExceeded after it, and then nothing was done. active: as everywhere here, asked about once a second while
-        the call waits: once it says False, the call is given up with the error Cancelled, and nothing was done. InvalidArgument for wrong
-        arguments, bad tokens or a policy that is not there, and nothing was done then either. ResourceExhausted if every session is in
-        the middle of a call, or the history can never fit.
+        policy: the name of its decode policy, one that the engine declares or `allow_policies` allows; or the policy
+        itself; None: the engine's. A name is only looked up: no file is loaded for it. kept: whether it is written to
+        `state`. timeout: in seconds, as everywhere here: DeadlineExceeded after it, and then nothing was done. active:
+        as everywhere here, asked about once a second while the call waits: once it says False, the call is given up
+        with the error Cancelled, and nothing was done. InvalidArgument for wrong arguments, bad tokens or a policy that
+        is not there, and nothing was done then either. ResourceExhausted if every session is in the middle of a call,
+        or the history can never fit.
         """
         given, kept = self._checked(tokens, least=0), arguments.yes_or_no("kept", kept)
         policy = arguments.instance("policy", policy, (str, DecodePolicy), "a decode policy, or the name of one")
@@ -201,18 +208,20 @@ class SessionRuntime:
             return Session(self, self._ask(lambda: self._core.create(given, chosen, kept), timeout, active).id)
 
     def session(self, session_id: str) -> Session:
-        """The session of an id. Its methods raise SessionNotFound if there is none. InvalidArgument for anything but text."""
+        """The session of an id. Its methods raise SessionNotFound if there is none. InvalidArgument for anything but
+        text."""
         return Session(self, arguments.session_id(session_id))
 
     def gauges(self, timeout: float | None = None) -> dict[str, int]:
-        """What is there now: "sessions"; "generating", slots in use; "waiting", calls without a slot or behind others of their session;
-        "kv_live_bytes" of all sessions on the device; "host_bytes" and "disk_bytes" of those that were demoted; "device_pages" in use, by
-        generations too, and "free_pages" of the pool, "host_pages" and "disk_pages"."""
+        """What is there now: "sessions"; "generating", slots in use; "waiting", calls without a slot or behind others
+        of their session; "kv_live_bytes" of all sessions on the device; "host_bytes" and "disk_bytes" of those that
+        were demoted; "device_pages" in use, by generations too, and "free_pages" of the pool, "host_pages" and
+        "disk_pages"."""
         return self._ask(self._core.gauges, timeout)
 
     def room_after(self, tokens: int, most: int) -> int:
-        """How many tokens, at most `most`, one generation has room for after a history of `tokens` tokens: in the model's positions and in
-        the whole pool, by the engine's policy."""
+        """How many tokens, at most `most`, one generation has room for after a history of `tokens` tokens: in the
+        model's positions and in the whole pool, by the engine's policy."""
         engine, window = self.engine, self._core.limits.window
         kept = tokens - (0 if window is None else window.dropped(tokens))
         own = engine.page_size if kept % engine.page_size else 0  # a generation runs on a fork, which has an open page of its own
@@ -228,7 +237,8 @@ class SessionRuntime:
         return most if not lacks(most) else bisect.bisect_left(range(1, most), True, key=lacks)
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """End the runtime: refuse new calls, let generations that run go on for up to `drain_s` seconds, and free everything."""
+        """End the runtime: refuse new calls, let generations that run go on for up to `drain_s` seconds, and free
+        everything."""
         drained = arguments.seconds("drain_s", drain_s)
         if not self._closing:
             self._drained_at = float("inf") if drained is None else time.monotonic() + drained
@@ -339,8 +349,8 @@ class SessionRuntime:
             logger.exception("idle sessions could not be looked at")
 
     def _answer(self, *, wait: bool) -> None:
-        """Run the calls that have come in; while generations run, for `ANSWERS_S`, and at least one. wait: for the first one, until the
-        next sweep."""
+        """Run the calls that have come in; while generations run, for `ANSWERS_S`, and at least one. wait: for the
+        first one, until the next sweep."""
         until = time.monotonic() + ANSWERS_S
         with contextlib.suppress(queue.Empty):
             while True:
@@ -353,7 +363,8 @@ class SessionRuntime:
 
 
 class Session:
-    """One session of a runtime. Any thread may use it; calls on the same session run in the order in which they came."""
+    """One session of a runtime. Any thread may use it; calls on the same session run in the order in which they
+    came."""
 
     def __init__(self, runtime: SessionRuntime, session_id: str):
         self._runtime, self.id = runtime, session_id
@@ -370,28 +381,31 @@ class Session:
     def append(self, tokens: Sequence[int], *, at: int | None = None, timeout: float | None = None, active: Active = None) -> int:
         """Add token ids to the history, and return its length. They are prefilled by the next `generate`.
 
-        at: how long the caller takes the history to be; InvalidArgument if it is not, unless these very tokens already stand there, so that
-        a call whose answer was lost can be repeated. timeout, active: as in `SessionRuntime.create`. Waits for a generation of the session.
+        at: how long the caller takes the history to be; InvalidArgument if it is not, unless these very tokens already
+        stand there, so that a call whose answer was lost can be repeated. timeout, active: as in
+        `SessionRuntime.create`. Waits for a generation of the session.
         """
         return self._runtime._append(self.id, tokens, at, timeout, active)
 
     def generate(self, *, at: int | None = None, **sampling: Any) -> Generation:
         """Generate tokens, as an iterator of ids; a second call waits for the first one to end.
 
-        sampling: fields of `kvjax.Sampling` but those about text: max_new_tokens, temperature, seed and so on. at: as in `append`. The
-        tokens join the history when the iteration ends, or as many as were iterated over when it is broken off. It begins at once. While it
-        is neither iterated over to its end, nor cancelled, nor forgotten, later calls of the session wait.
+        sampling: fields of `kvjax.Sampling` but those about text: max_new_tokens, temperature, seed and so on. at: as
+        in `append`. The tokens join the history when the iteration ends, or as many as were iterated over when it is
+        broken off. It begins at once. While it is neither iterated over to its end, nor cancelled, nor forgotten, later
+        calls of the session wait.
         """
         return self._runtime._generate(self.id, at, sampling)
 
     def fork(self, *, timeout: float | None = None, active: Active = None) -> Session:
-        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again. timeout, active: as in
-        `SessionRuntime.create`."""
+        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again. timeout,
+        active: as in `SessionRuntime.create`."""
         runtime = self._runtime
         return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout, active).id)
 
     def info(self, *, timeout: float | None = None, active: Active = None) -> SessionInfo:
-        """What is known of the session. Does not wait for its generation. timeout, active: as in `SessionRuntime.create`."""
+        """What is known of the session. Does not wait for its generation. timeout, active: as in
+        `SessionRuntime.create`."""
         core = self._runtime._core
         return self._runtime._ask(lambda: core.info(core.find(self.id)), timeout, active)
 
@@ -400,8 +414,8 @@ class Session:
         self._runtime._ask_in_turn(self.id, self._runtime._core.demote, timeout)
 
     def audit(self, *, timeout: float | None = None) -> None:
-        """Prefill the session's cache once more beside it, and compare the next token's logits bit by bit. FailedPrecondition, and the
-        session is closed, if they differ (INV-3). Other sessions wait meanwhile."""
+        """Prefill the session's cache once more beside it, and compare the next token's logits bit by bit.
+        FailedPrecondition, and the session is closed, if they differ (INV-3). Other sessions wait meanwhile."""
         self._runtime._ask_in_turn(self.id, self._runtime._core.audit, timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
@@ -412,7 +426,8 @@ class Session:
 
 @contextlib.contextmanager
 def _emptied(tokens: list[int]) -> Iterator[None]:
-    """Empty the tokens of a call that its caller has given up. The call itself stays in its queue, and does nothing there."""
+    """Empty the tokens of a call that its caller has given up. The call itself stays in its queue, and does nothing
+    there."""
     try:
         yield
     except (DeadlineExceeded, Cancelled):

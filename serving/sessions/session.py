@@ -26,8 +26,8 @@ Waiting = tuple[Callable[[], object], Future]
 class Window:
     """How much of a history is kept in the cache: the first `sinks` tokens, and the latest, together at most `tokens`.
 
-    Tokens are dropped in units, so that this happens seldom: what is kept then has to be prefilled again. How many are dropped depends only
-    on the length of the history, not on how it came in.
+    Tokens are dropped in units, so that this happens seldom: what is kept then has to be prefilled again. How many are
+    dropped depends only on the length of the history, not on how it came in.
     """
 
     tokens: int
@@ -57,11 +57,11 @@ def check_window(tokens: int | None, page_size: int) -> Window | None:
 class Record:
     """One session.
 
-    history: all its tokens. sequence: holds the first of those that are kept, all written by prefill. dropped: tokens after the sinks that
-    the window has dropped. floor: the most tokens that were in the cache or dropped. stored: whether the history is on disk. run: the
-    generation that runs, or whose caller has not taken its end yet. waiting: calls that come after it. used: when a call last began or
-    ended. checked_tokens, checked_history: copies of the tokens in the cache and of the history that `check_invariants` has
-    found equal.
+    history: all its tokens. sequence: holds the first of those that are kept, all written by prefill. dropped: tokens
+    after the sinks that the window has dropped. floor: the most tokens that were in the cache or dropped. stored:
+    whether the history is on disk. run: the generation that runs, or whose caller has not taken its end yet. waiting:
+    calls that come after it. used: when a call last began or ended. checked_tokens, checked_history: copies of the
+    tokens in the cache and of the history that `check_invariants` has found equal.
     """
 
     id: str
@@ -96,10 +96,11 @@ class Record:
         return sinks + self.history[max(since, window.sinks) + self.dropped :]
 
     def still_equal(self, window: Window | None) -> int:
-        """How many tokens at the beginning of the cache, and of the history, are those that were found equal before; 0 if one differs.
+        """How many tokens at the beginning of the cache, and of the history, are those that were found equal before; 0
+        if one differs.
 
-        Lists that hold the same objects, and arrays, are compared far faster than a list with an array: in a history of 100,000 tokens this
-        takes a tenth of the time.
+        Lists that hold the same objects, and arrays, are compared far faster than a list with an array: in a history of
+        100,000 tokens this takes a tenth of the time.
         """
         count, tokens = len(self.checked_tokens), self.sequence.tokens
         if count > len(tokens):
@@ -110,7 +111,8 @@ class Record:
     def lacks(self, tokens: list[int], at: int | None) -> bool:
         """Whether tokens are to be added to the history: False if they stand there from position `at` on already.
 
-        at: how long the caller takes the history to be; None: it does not say. InvalidArgument if it is longer or shorter.
+        at: how long the caller takes the history to be; None: it does not say. InvalidArgument if it is longer or
+        shorter.
         """
         length = len(self.history)
         if at is not None and at != length:
@@ -132,11 +134,12 @@ class Violation(Exception):
 
 
 def check_invariants(engine: Engine, record: Record, window: Window | None, since: int = 0) -> None:
-    """Violation unless the session's cache holds what its history says. since: the position from which tokens are compared.
+    """Violation unless the session's cache holds what its history says. since: the position from which tokens are
+    compared.
 
-    INV-1: the sequence has as many tokens as its cache has positions, these are the expected ones, and every layer group holds the pages of
-    all positions that later queries read: of a group with a window, those from the window of the next token on. INV-2: positions never
-    become fewer, except where the window drops tokens.
+    INV-1: the sequence has as many tokens as its cache has positions, these are the expected ones, and every layer
+    group holds the pages of all positions that later queries read: of a group with a window, those from the window of
+    the next token on. INV-2: positions never become fewer, except where the window drops tokens.
     """
     sequence, kept = record.sequence, len(record.history) - record.dropped
     length = sequence.length

@@ -1,4 +1,5 @@
-"""benchmarks/against_transformers.py, with a process that answers as `transformers` would: PyTorch is not installed here."""
+"""benchmarks/against_transformers.py, with a process that answers as `transformers` would: PyTorch is not installed
+here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of block_mass: its reference is the definition, its counts are right, and a wrong result shows in its rows."""
+"""The benchmark of block_mass: its reference is the definition, its counts are right, and a wrong result shows in its
+rows."""
 
 from __future__ import annotations
 

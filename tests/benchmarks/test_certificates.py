@@ -1,4 +1,5 @@
-"""Certificates of a cascade's lists: whenever one says so, the list is the oracle's, whatever the keys are; and mutants that are caught."""
+"""Certificates of a cascade's lists: whenever one says so, the list is the oracle's, whatever the keys are; and mutants
+that are caught."""
 
 import dataclasses
 import functools
@@ -37,8 +38,8 @@ POLICIES = {
 
 
 def rounded(seed, *, most, apart, scale, dtype):
-    """Blocks whose keys are as far from their codes as they can be, for or against the query, and whose codes are nearly equal: two blocks
-    stand out, `apart` codes of one channel from each other."""
+    """Blocks whose keys are as far from their codes as they can be, for or against the query, and whose codes are
+    nearly equal: two blocks stand out, `apart` codes of one channel from each other."""
     random = np.random.default_rng(seed)
     query = np.abs(random.uniform(0.5, 1.5, (G, D))) * random.choice([-1.0, 1.0], D)  # errors of both heads go one way
     query[:, 0] *= 4
@@ -151,7 +152,8 @@ def check_rounded(policy):
 
 
 def one_key_against_many():
-    """Block 3 has one key with a larger logit than those of block 6, which are all equal: its bound is larger, its attention less."""
+    """Block 3 has one key with a larger logit than those of block 6, which are all equal: its bound is larger, its
+    attention less."""
     keys = np.zeros((COUNT, BS, D), np.float32)
     keys[:, :, 0] = -20
     keys[3, 0, 0], keys[6, :, 0] = 21, 20

@@ -7,7 +7,8 @@ from pallas_kernels.bench.timing import Kernel
 
 
 def test_each_way_alone_and_both_at_once():
-    """Copies in of which the second has copies out beside it, at half the rate; then one out alone. Kernels do not count."""
+    """Copies in of which the second has copies out beside it, at half the rate; then one out alone. Kernels do not
+    count."""
     kernels = [
         Kernel("MemcpyH2D", 0, 10_000, size=500_000),
         Kernel("select_tiles", 0, 90_000),
@@ -30,7 +31,8 @@ def test_a_copy_that_is_beside_another_for_a_part_of_its_time_has_no_rate():
 
 
 def test_both_is_of_the_same_times_of_both_ways():
-    """Small copies, which take as long as their latency, lie beside large ones of the other way: they are not the rate of both at once."""
+    """Small copies, which take as long as their latency, lie beside large ones of the other way: they are not the rate
+    of both at once."""
     kernels = [
         Kernel("MemcpyH2D", 0, 1_000_000, size=40_000_000),
         Kernel("MemcpyD2H", 1_000_000, 2_000_000, size=26_000_000),

@@ -1,4 +1,5 @@
-"""Prefill policies of other authors, loaded as anybody's own: what covers everything is dense, and each one's rule against a plain one."""
+"""Prefill policies of other authors, loaded as anybody's own: what covers everything is dense, and each one's rule
+against a plain one."""
 
 import dataclasses
 import itertools
@@ -189,7 +190,8 @@ def test_an_engine_prefills_by_a_peers_name():
 
 
 def test_xattention_lists_what_antidiagonals_rank():
-    """Written out square by square: the fewest blocks, the largest first, until they and what is read anyway hold the threshold."""
+    """Written out square by square: the fewest blocks, the largest first, until they and what is read anyway hold the
+    threshold."""
     query, layer, ctx = chunk()
     lists = find_lists(peer("xattention", 0.6, 4), query, layer, ctx)
     q, keys, positions, length = laid_out(query, layer, ctx)
@@ -210,7 +212,8 @@ def test_xattention_lists_what_antidiagonals_rank():
 
 
 def test_a_block_filter_lists_what_pooled_logits_rank():
-    """Written out block by block: per head the fewest blocks of 16 that hold the mass, joined over the three heads of a KV head."""
+    """Written out block by block: per head the fewest blocks of 16 that hold the mass, joined over the three heads of a
+    KV head."""
     query, layer, ctx = chunk()
     lists = find_lists(peer("bfla", 0.6, 16, 4), query, layer, ctx)
     q, keys, _, length = laid_out(query, layer, ctx)
@@ -270,7 +273,8 @@ def test_vertical_slash_follows_the_last_queries():
 @pytest.mark.quick_but("0.05")
 @pytest.mark.parametrize("share", [0.05, 0.2, pytest.param(0.3, marks=pytest.mark.long)])
 def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
-    """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is enough."""
+    """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is
+    enough."""
     (query, layer, ctx), ladder = chunk(), (1, 3, 5)
     sizes, weights = SIZES | PAGE_WINDOW | {"dense_below": 0}, paid(*chunk())
     found = find_lists(peer("bounds-share", share, ladder), query, layer, ctx)
@@ -313,7 +317,8 @@ def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
 
 @pytest.mark.long
 def test_lists_as_wide_as_the_table_are_measured():
-    """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
+    """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more
+    than the oracle."""
     model = make_model()
     for row in measure_prefill(model, TEXT[:160], [peer("xattention", 0.6, 4)], chunk=32, page_size=16):
         assert row["queries"] == (160 - 8 - 8 - 12) * model.config.layers[0].mixer.num_heads

@@ -1,4 +1,5 @@
-"""Every committed picture can be read at page width: its text is large enough, its axes have ticks, a policy has one colour everywhere."""
+"""Every committed picture can be read at page width: its text is large enough, its axes have ticks, a policy has one
+colour everywhere."""
 
 from __future__ import annotations
 
@@ -180,7 +181,8 @@ def test_a_picture_of_echoes(drawn, tmp_path):
 
 
 def test_a_picture_of_echoes_against_time(drawn, tmp_path):
-    """A panel where something was timed at prompt recall's own length; who was timed nowhere is named, who was measured nowhere is not."""
+    """A panel where something was timed at prompt recall's own length; who was timed nowhere is named, who was measured
+    nowhere is not."""
     shares = {"dense": 1.0, "bounds:32": 0.9, "momo:64/8": 0.4, "oracle:32": 0.95, "dense again": 1.0}
     rows = [
         {"length": length, "policy": name, "share": {"value": value, "low": value - 0.05, "high": min(1.0, value + 0.05)}}

@@ -58,7 +58,8 @@ def test_ops_are_right_and_counted(op_rows):
 
 @pytest.mark.long
 def test_steps_of_bounds_are_right_and_counted(bounds_rows):
-    """Two walks over the blocks that begin at or before a query, two products each; a policy without steps has its whole alone."""
+    """Two walks over the blocks that begin at or before a query, two products each; a policy without steps has its
+    whole alone."""
     dense, select, attended, whole, window = bounds_rows
     assert [row["op"] for row in bounds_rows] == ["dense", "select", "block-sparse", "sparse", "sparse"]
     assert [row["policy"] for row in bounds_rows] == ["paged", *[str(BOUNDS)] * 3, "window:64+128"]
@@ -190,7 +191,8 @@ def test_policies_written_out_are_told_apart_by_what_differs():
 
 @pytest.mark.long
 def test_layers_of_a_model_over_a_text(model, monkeypatch):
-    """Dense is its own oracle; a policy that reads less has an error, and so few keys as its lists, sinks and window hold."""
+    """Dense is its own oracle; a policy that reads less has an error, and so few keys as its lists, sinks and window
+    hold."""
     monkeypatch.setattr(prefill_layers, "CALLS", 1)
     peer = Path(__file__).parents[2] / "benchmarks" / "peers" / "mean.py"
     policies = [parse_prefill(name) for name in ("window:64+1024", f"{peer}:MeanPooled:1")]

@@ -39,7 +39,8 @@ def rows(model, text):
 
 @pytest.fixture(scope="module")
 def written():
-    """A chunk of 32 queries behind 32 tokens, in float32: query, layer, context, and its softmax written out, `[T, H, S]`."""
+    """A chunk of 32 queries behind 32 tokens, in float32: query, layer, context, and its softmax written out, `[T, H,
+    S]`."""
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((1, 32, 2, 8)), rng.standard_normal((4, 1, 16, 8)), rng.standard_normal((4, 1, 16, 8))
     layer = PagedKV(Pages(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)), {})
@@ -172,7 +173,8 @@ def test_sinks_and_a_window_have_errors_alone(model, text):
 
 
 def test_rows_of_lists_and_paths_are_told(rows):
-    """With three of three slots exact rows hold their best; a row says what implementation of each op ran, in every run anew."""
+    """With three of three slots exact rows hold their best; a row says what implementation of each op ran, in every run
+    anew."""
     for row in rows:
         assert row["path"]["flash_attention"] == row["path"]["block_sparse_attention"] == "xla"
         assert ("of_oracle_by_rows" in row) == (row["policy"] == str(MOMO))
@@ -235,8 +237,8 @@ def held_by_interval(figures, whole):
 @pytest.mark.quick_but("none", "lists")
 @pytest.mark.parametrize("bias", ["none", "grid", "lists"])
 def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
-    """Its 95% interval holds what all queries miss for about 95% of seeds, and its mean over seeds is it. Drawn from a fixed grid, or
-    by shorter lists, it fails both."""
+    """Its 95% interval holds what all queries miss for about 95% of seeds, and its mean over seeds is it. Drawn from a
+    fixed grid, or by shorter lists, it fails both."""
     policy, every = OracleBlocks(k=12, **SIZES), 16
     if bias == "grid":
         grid = lambda starts, count, every, seed: starts[:, None] + jnp.arange(0, count + 1, every)  # noqa: E731

@@ -133,7 +133,8 @@ def test_wrong_input_is_refused(scores, k, wrong):
 
 
 def test_compiles_without_spilling(cuda, tmp_path):
-    """One row over 16 CTAs, rows over 3 (which divides no power of two), a row a CTA because there are many, or because it is asked for."""
+    """One row over 16 CTAs, rows over 3 (which divides no power of two), a row a CTA because there are many, or because
+    it is asked for."""
     places = (("one", 1, 2**20, 2048, None), ("some", 37, 2**17, 512, None), ("many", 100, 8192, 32, None), ("alone", 1, 2**20, 2048, 1))
     cases = {
         name: (radix_select.radix_top_k, {"scores": ((batch, n), "float32")}, {"k": k, "ctas": ctas}) for name, batch, n, k, ctas in places

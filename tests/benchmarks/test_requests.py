@@ -59,7 +59,8 @@ def test_host_time_is_a_step_less_the_call_of_it():
 
 
 def test_every_step_of_the_host_benchmark_is_taken():
-    """The steps that are timed are real ones: each makes every sequence a token longer, and pages are taken on the way."""
+    """The steps that are timed are real ones: each makes every sequence a token longer, and pages are taken on the
+    way."""
     engine = FakeEngine(host_time.passing_model(1), "dense", pages=8, batch_buckets=(2,), prefill_chunk=128)
     run, close = host_time._engine_steps(engine, [100, 120], 40)
     for _ in range(40):

@@ -125,8 +125,8 @@ def test_a_page_that_no_history_fills_is_noticed():
 
 
 def pages_over_time(seed, agents, seconds, work):
-    """Pages that histories fill, second by second, where agents do as `Agent` does and no server leaks: a turn takes 0.6 s, and 30 ms for
-    each generated token."""
+    """Pages that histories fill, second by second, where agents do as `Agent` does and no server leaks: a turn takes
+    0.6 s, and 30 ms for each generated token."""
     random, total = np.random.default_rng(seed), np.zeros(seconds)
     for number in range(agents):
         now, begun, turn, length = 0.0, 0.0, 0, int(random.uniform(0.1, 0.9) * work.history)
@@ -158,8 +158,8 @@ def test_peaks_differ_by_chance_without_a_leak():
 
 
 def test_each_bucket_has_the_work_of_the_first():
-    """Only then does the median latency of a turn say something about the server. Where turns are drawn anew, the medians of 280 of them
-    differ by more than our 5% in most runs."""
+    """Only then does the median latency of a turn say something about the server. Where turns are drawn anew, the
+    medians of 280 of them differ by more than our 5% in most runs."""
     work, turns = Work(1.0, 30.0, 1 / 16, 4096, 10, 600.0), 47
     sizes = [[drawn(work, agent, turn) for turn in range(turns)] for agent in range(6)]
     assert sizes == [[drawn(work, agent, turn) for turn in range(turns)] for agent in range(6)]
@@ -222,7 +222,8 @@ def test_rounds_in_which_something_was_compiled_do_not_count():
 
 @pytest.mark.long
 def test_costs_of_tokens_are_what_was_counted():
-    """A server in a process of its own. CPU time that is used in it, or by the clients, and not by the engine alone, is overhead."""
+    """A server in a process of its own. CPU time that is used in it, or by the clients, and not by the engine alone, is
+    overhead."""
     plan = Tokens("tiny", 1, "float32", "dense", sessions=3, prompt=20, answer=6, rounds=1, chunk=128)
     row = tokens_row(plan)
     (engine, _), (told,) = row["rounds_of_engine"], row["rounds_through_grpc"]
@@ -319,13 +320,15 @@ def test_the_longest_history_of_turns_is_never_passed():
 
 @pytest.mark.long
 def test_half_an_hour_holds_the_gates(tmp_path):
-    # With 110 pages the pool is full all the time, and idle sessions are demoted; with room for all, peaks differ by chance.
+    # With 110 pages the pool is full all the time, and idle sessions are demoted; with room for all, peaks differ by
+    # chance.
     command = [sys.executable, "-m", "benchmarks.sessions", "--agents", "6", "--minutes", "30", "--pages", "110"]
     subprocess.run([*command, "--json", str(tmp_path / "out.json")], check=True, timeout=3000)
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert not row["errors"]
     assert {name: gate["holds"] for name, gate in row["gates"].items()} == {f"G{number}": True for number in range(1, 7)}
     assert row["gates"]["G1"]["ours"]
-    # Our 5% of latency is not asserted: other programs on the machine change it. The work is that of the first ten minutes, though.
+    # Our 5% of latency is not asserted: other programs on the machine change it. The work is that of the first ten
+    # minutes, though.
     beside = row["gates"]["G2"]["beside"]
     assert max(abs(beside["generated_per_turn"]), abs(beside["prefilled_per_turn"])) < 0.1

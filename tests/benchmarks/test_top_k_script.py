@@ -1,4 +1,5 @@
-"""The benchmark of `top_k` from end to end on tiny cases, and what it makes of traces, wrong answers and captured rows."""
+"""The benchmark of `top_k` from end to end on tiny cases, and what it makes of traces, wrong answers and captured
+rows."""
 
 from __future__ import annotations
 

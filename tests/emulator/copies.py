@@ -1,4 +1,5 @@
-"""Asynchronous copies of emulated GPU threads: of 16 bytes, waited for in groups, and of any length, waited for by arrivals."""
+"""Asynchronous copies of emulated GPU threads: of 16 bytes, waited for in groups, and of any length, waited for by
+arrivals."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Devices that write to each other's memory, emulated: bodies of kernels that use `plgpu.remote_ref`, semaphores and lines run unchanged.
+"""Devices that write to each other's memory, emulated: bodies of kernels that use `plgpu.remote_ref`, semaphores and
+lines run unchanged.
 
-Each CTA is a thread, and one of them runs at a time, until its next access to shared memory or semaphores. Then an adversary says who goes
-on (`Adversary`). Memory is as weak as a GPU's: lines and signals arrive at any later time, in any order. Of a line, a word and its number
-arrive together, and nothing else.
+Each CTA is a thread, and one of them runs at a time, until its next access to shared memory or semaphores. Then an
+adversary says who goes on (`Adversary`). Memory is as weak as a GPU's: lines and signals arrive at any later time, in
+any order. Of a line, a word and its number arrive together, and nothing else.
 
-Each device runs a stream of programs. Between them the memory of a buffer belongs to other work, which notices if it is written to. A
-program opens the buffers, then calls the kernel that exchanges, several times. Before the first of its kernels, as XLA does it, semaphores
-are zeroed, then all devices meet at a barrier.
+Each device runs a stream of programs. Between them the memory of a buffer belongs to other work, which notices if it is
+written to. A program opens the buffers, then calls the kernel that exchanges, several times. Before the first of its
+kernels, as XLA does it, semaphores are zeroed, then all devices meet at a barrier.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class _Stopped(Exception):
 
 
 class Adversary:
-    """Says who goes on, by a seed. Each device, and the wires between devices, has a speed; the extremes let one run far ahead."""
+    """Says who goes on, by a seed. Each device, and the wires between devices, has a speed; the extremes let one run
+    far ahead."""
 
     def __init__(self, seed: int, speeds: Sequence[float] = ()):
         self.random, self.speeds = random.Random(seed), list(speeds)
@@ -60,7 +62,8 @@ class Adversary:
 
 
 class Interrupting:
-    """Lets a thread run on as long as it can, and then the first one that can. At the given turns the one of that number goes on."""
+    """Lets a thread run on as long as it can, and then the first one that can. At the given turns the one of that
+    number goes on."""
 
     def __init__(self, interrupts: dict[int, int]):
         self.interrupts, self.turn, self.running, self.widths = interrupts, -1, None, []
@@ -200,7 +203,8 @@ _current = threading.local()
 
 
 class Cta:
-    """One CTA of a kernel on one device, and what its body does; mutants override that. semaphores: a count per device and CTA."""
+    """One CTA of a kernel on one device, and what its body does; mutants override that. semaphores: a count per device
+    and CTA."""
 
     def __init__(self, machine: Machine, thread: _Thread, device: int, number: int, semaphores: np.ndarray):
         self.machine, self.thread, self.device, self.number, self.semaphores = machine, thread, device, number, semaphores
@@ -263,7 +267,8 @@ class Cta:
 
 @contextlib.contextmanager
 def _names(module: Any, ctas: int) -> Iterator[None]:
-    """In place of Pallas in the module of a kernel and in that of buffers, and of its stages by single threads. Buffers are small."""
+    """In place of Pallas in the module of a kernel and in that of buffers, and of its stages by single threads. Buffers
+    are small."""
     lax = SimpleNamespace(axis_index=lambda name: _current.cta.axis_index(name), rem=lambda a, b: a % b)
     pl = SimpleNamespace(
         ds=lambda start, size: slice(start, start + size),
@@ -369,12 +374,12 @@ def run_calls(
     barrier: bool = True,
     resident: int | None = None,
 ) -> list[np.ndarray]:
-    """Run `open_buffer` of `pallas_kernels.collectives.peer_buffers` and the body of a kernel that exchanges on all devices, for several
-    calls one after the other.
+    """Run `open_buffer` of `pallas_kernels.collectives.peer_buffers` and the body of a kernel that exchanges on all
+    devices, for several calls one after the other.
 
-    shape: as the body takes it. calls: of each, what the devices are given, `[devices, size]` each. outs: for each, where they write.
-    per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a device has room for at once; None: all
-    of a launch.
+    shape: as the body takes it. calls: of each, what the devices are given, `[devices, size]` each. outs: for each,
+    where they write. per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a
+    device has room for at once; None: all of a launch.
 
     Returns outs. Raises a `Fault`.
     """

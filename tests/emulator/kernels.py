@@ -1,4 +1,5 @@
-"""Whole Mosaic GPU kernels on emulated threads: those whose bodies are nothing but a stage of `pallas_kernels.hopper.threads.lanes`."""
+"""Whole Mosaic GPU kernels on emulated threads: those whose bodies are nothing but a stage of
+`pallas_kernels.hopper.threads.lanes`."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from pallas_kernels.hopper.threads import lanes
 
 @contextlib.contextmanager
 def kernels(contested: Sequence[int] = ()):
-    """Inside, `plgpu.kernel` runs on emulated threads, and nothing is compiled. What a kernel leaves unwritten is -99 or NaN. References
-    among its arguments hold afterwards what it wrote there. contested: numbers of the arguments of which several threads may write one
-    word: one of them wins."""
+    """Inside, `plgpu.kernel` runs on emulated threads, and nothing is compiled. What a kernel leaves unwritten is -99
+    or NaN. References among its arguments hold afterwards what it wrote there. contested: numbers of the arguments of
+    which several threads may write one word: one of them wins."""
     names = [f"arrays[{n}]" for n in contested]
     with jax.disable_jit(), mock.patch.object(plgpu, "kernel", functools.partial(_kernel, names)):
         yield

@@ -1,9 +1,10 @@
-"""GPU threads emulated by numpy: stage functions of `pallas_kernels.hopper.threads.lanes` run unchanged, all threads of a cluster in
-lockstep.
+"""GPU threads emulated by numpy: stage functions of `pallas_kernels.hopper.threads.lanes` run unchanged, all threads of
+a cluster in lockstep.
 
-`run_cluster` puts stand-ins for the MLIR bindings into `lanes` while it runs: a value is an array with a number per thread, and inline PTX
-is looked up in `emulated_ptx.CODES`. So the functions of `lanes` itself are under test. What a GPU would leave undefined is a `Fault`
-(`emulated_memory`): strays, races, barriers that some threads miss, decisions by words that nobody wrote.
+`run_cluster` puts stand-ins for the MLIR bindings into `lanes` while it runs: a value is an array with a number per
+thread, and inline PTX is looked up in `emulated_ptx.CODES`. So the functions of `lanes` itself are under test. What a
+GPU would leave undefined is a `Fault` (`emulated_memory`): strays, races, barriers that some threads miss, decisions by
+words that nobody wrote.
 
 Not emulated: compilers that round a product and a sum once (as `fma`), fences between proxies, tensor maps, `wgmma`.
 """
@@ -206,8 +207,8 @@ class Machine(Copies):
         return value.data if value.unknown is None else np.where(value.unknown, NOWHERE, value.data.astype(np.int64))
 
     def places(self, pointer: Pointer, words: int, where=None, size: int = 0):
-        """Per array: it, the running threads, and `[threads, words]` where their words stand. where: who of the running ones. size: bytes
-        of the access, if it is less than a word."""
+        """Per array: it, the running threads, and `[threads, words]` where their words stand. where: who of the running
+        ones. size: bytes of the access, if it is less than a word."""
         for among, part in pointer.parts():
             bits = self.mask.bits if where is None else self.mask.bits & where
             bits = bits if among is None else bits & among
@@ -263,8 +264,8 @@ class Machine(Copies):
         return number if words == 1 else np.repeat(number, words)
 
     def load(self, pointer: Pointer, words: int, *, space: str, constant: bool, where=None) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Per word: it, per thread, and who got one that nobody wrote. constant: it must be what it was before the launch. where: the
-        threads that do; the others get what nobody wrote."""
+        """Per word: it, per thread, and who got one that nobody wrote. constant: it must be what it was before the
+        launch. where: the threads that do; the others get what nobody wrote."""
         self.clock.tick += 1
         found, unknown = np.zeros((words, self.size), np.int32), None if where is None else np.repeat(~where[None], words, 0)
         for memory, threads, places in self.places(pointer, words, where):
@@ -446,10 +447,11 @@ def run_cluster(
     scratch_words: dict[str, int],
     scalars_of_cta: Callable[[int], dict[str, int | float]] = lambda cta: {},
 ) -> dict[str, np.ndarray]:
-    """Run `function(arrays, scratch, **scalars)`, a stage as `lanes.stage` takes it, by all threads of the CTAs of one cluster.
+    """Run `function(arrays, scratch, **scalars)`, a stage as `lanes.stage` takes it, by all threads of the CTAs of one
+    cluster.
 
-    arrays: pytree of numpy arrays, global memory, changed in place. scratch_words: words of shared memory per CTA by name; poisoned
-    first. Returns these, int32 `[ctas, words]`. Raises a `Fault`.
+    arrays: pytree of numpy arrays, global memory, changed in place. scratch_words: words of shared memory per CTA by
+    name; poisoned first. Returns these, int32 `[ctas, words]`. Raises a `Fault`.
     """
     scalars = lambda cluster, cta: scalars_of_cta(cta)  # noqa: E731
     return run_clusters(function, clusters=1, ctas=ctas, threads=threads, arrays=arrays, scratch_words=scratch_words, scalars=scalars)[0]
@@ -458,8 +460,8 @@ def run_cluster(
 def run_clusters(
     function, *, clusters: int, ctas: int, threads: int, arrays, scratch_words, scalars, contested: Sequence[str] = ()
 ) -> list[dict[str, np.ndarray]]:
-    """The same for several clusters, one after another, as if at once. scalars: of a (cluster, CTA). contested: names of global arrays
-    of which several threads may write one word: one of them wins."""
+    """The same for several clusters, one after another, as if at once. scalars: of a (cluster, CTA). contested: names
+    of global arrays of which several threads may write one word: one of them wins."""
     if threads % 32 or sum(scratch_words.values()) > lanes.shared_words():
         raise ValueError(f"{threads} threads, {sum(scratch_words.values())} words of shared memory: none of a CTA")
     named, structure = jax.tree_util.tree_flatten_with_path(arrays)

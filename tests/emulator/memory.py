@@ -1,7 +1,8 @@
-"""Memory of emulated GPU threads. Words know who wrote and read them and when: races, stray and early accesses are faults.
+"""Memory of emulated GPU threads. Words know who wrote and read them and when: races, stray and early accesses are
+faults.
 
-Time is counted in memory instructions. Two accesses to a word, one of them a write, must have a barrier between them that both threads
-passed: of the warp, of the CTA, or of the cluster.
+Time is counted in memory instructions. Two accesses to a word, one of them a write, must have a barrier between them
+that both threads passed: of the warp, of the CTA, or of the cluster.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import numpy as np
 
 
 class Log:
-    """Per word, the last accesses of a kind: by whom and when, the last by another thread, and the last by another warp than the last's."""
+    """Per word, the last accesses of a kind: by whom and when, the last by another thread, and the last by another warp
+    than the last's."""
 
     def __init__(self, words: int):
         self.last, self.other_thread, self.other_warp = ([np.zeros(words, np.int32), np.zeros(words, np.int32)] for _ in range(3))
@@ -46,7 +48,8 @@ class Log:
 class Memory:
     """An array: words of global memory, or of the shared memory of each CTA of a cluster, one after another.
 
-    contested: several threads may write a word without a barrier between; one of them wins. Reads still need their barriers.
+    contested: several threads may write a word without a barrier between; one of them wins. Reads still need their
+    barriers.
     """
 
     def __init__(self, name: str, data: np.ndarray, size_bytes: int, *, ctas: int = 0):
@@ -124,7 +127,8 @@ class Clock:
         return log is None or log.latest == 0 or (self.began == 0 and log.latest <= self._floor())
 
     def unordered(self, log: Log, words, threads, *, reads: bool):
-        """The threads that accessed one of the words before, and where, if no barrier orders them before the threads given."""
+        """The threads that accessed one of the words before, and where, if no barrier orders them before the threads
+        given."""
         floor = self._floor()
         for thread, tick in log.records():
             tick = tick[words]

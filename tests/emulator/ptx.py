@@ -1,8 +1,9 @@
-"""What inline PTX does, by its code: the table that `emulated_lanes` looks into. A new instruction is a new entry of `CODES`.
+"""What inline PTX does, by its code: the table that `emulated_lanes` looks into. A new instruction is a new entry of
+`CODES`.
 
-Keys are regular expressions over the code, whose operands are numbered, the results first. A function takes the machine,
-the operands that are not results, and the groups of the expression by name; it returns the results. `{... setp p; @p X}` is X with the
-predicate left out, among the threads `where` it holds.
+Keys are regular expressions over the code, whose operands are numbered, the results first. A function takes the
+machine, the operands that are not results, and the groups of the expression by name; it returns the results. `{... setp
+p; @p X}` is X with the predicate left out, among the threads `where` it holds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _PREDICATED = re.compile(r"\{\.reg \.pred p; setp\.ne\.s32 p, \$(\d+), 0; @p (.*
 
 
 def code(*patterns: str, convergent: bool = False, effects: bool = False) -> Callable:
-    """Decorator: the function of codes. convergent, effects: the compiler has to be told that it concerns all lanes, that it may not be
-    moved or dropped."""
+    """Decorator: the function of codes. convergent, effects: the compiler has to be told that it concerns all lanes,
+    that it may not be moved or dropped."""
 
     def decorate(function):
         for pattern in patterns:
@@ -445,8 +446,8 @@ def _turn_matrix(machine, word):
 
 
 def _product_words(machine, acc, words) -> list[Value]:
-    """The words of a product `acc` `[warps, 16, 8]` of the operands `words`. A number is unknown where a word of its row of A is, of its
-    column of B, or its own before."""
+    """The words of a product `acc` `[warps, 16, 8]` of the operands `words`. A number is unknown where a word of its
+    row of A is, of its column of B, or its own before."""
     found = [acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2].reshape(-1) for n in range(4)]
     if all(x.unknown is None for x in words):
         return [Value(x, words[6].type) for x in found]
@@ -463,8 +464,9 @@ def _product_words(machine, acc, words) -> list[Value]:
     convergent=True,
 )
 def _multiply_matrices(machine, *words, kind):
-    """acc + A [16, 16] @ B [16, 8], per warp. The words of lane (g, t): of A rows g, g + 8 of columns 2t and on, the same of columns 2t + 8
-    and on; of B rows 2t and on, 2t + 8 and on, of column g; of acc columns 2t, 2t + 1 of rows g, g + 8."""
+    """acc + A [16, 16] @ B [16, 8], per warp. The words of lane (g, t): of A rows g, g + 8 of columns 2t and on, the
+    same of columns 2t + 8 and on; of B rows 2t and on, 2t + 8 and on, of column g; of acc columns 2t, 2t + 1 of rows g,
+    g + 8."""
     machine.whole_warps("a matrix product")
     spread = [np.broadcast_to(x.data, machine.size).reshape(-1, 8, 4) for x in words]  # [warps, g, t]
     a, b = np.zeros((2, len(spread[0]), 16, 16), np.float64)
@@ -487,8 +489,9 @@ def _multiply_matrices(machine, *words, kind):
     convergent=True,
 )
 def _multiply_integers(machine, *words, kind):
-    """acc + A [16, 32] of int8 @ B [32, 8] of int8 or uint8, per warp. The words of lane (g, t): of A rows g, g + 8 of columns 4t and on,
-    the same of columns 4t + 16 and on; of B rows 4t and on, 4t + 16 and on, of column g; of acc as above."""
+    """acc + A [16, 32] of int8 @ B [32, 8] of int8 or uint8, per warp. The words of lane (g, t): of A rows g, g + 8 of
+    columns 4t and on, the same of columns 4t + 16 and on; of B rows 4t and on, 4t + 16 and on, of column g; of acc as
+    above."""
     machine.whole_warps("a matrix product")
     spread = [np.broadcast_to(x.data, machine.size).astype(np.int32).reshape(-1, 8, 4) for x in words]  # [warps, g, t]
     kinds = [np.int8] * 4 + [np.int8 if kind == "s" else np.uint8] * 2

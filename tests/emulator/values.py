@@ -1,4 +1,5 @@
-"""Values of emulated GPU threads, and what `pallas_kernels.hopper.threads.lanes` takes for MLIR's types and arithmetic while they run."""
+"""Values of emulated GPU threads, and what `pallas_kernels.hopper.threads.lanes` takes for MLIR's types and arithmetic
+while they run."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ F32, INDEX = Float("f32", np.float32), Type("index", np.int64)
 
 
 class Value:
-    """A number per thread, or one for all. unknown: the threads whose number comes from a word that nobody wrote (None: no such)."""
+    """A number per thread, or one for all. unknown: the threads whose number comes from a word that nobody wrote (None:
+    no such)."""
 
     __slots__ = ("data", "type", "unknown")
 
@@ -89,14 +91,16 @@ def unknown_in(*values: Value):
 
 
 def spread(data, size: int) -> np.ndarray:
-    """A number per thread of a number per thread or one for all; to be read only. Much quicker than `numpy.broadcast_to`."""
+    """A number per thread of a number per thread or one for all; to be read only. Much quicker than
+    `numpy.broadcast_to`."""
     data = np.asarray(data)
     return data if data.shape == (size,) else np.full(size, data)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """Address per thread: array, CTA (None: the thread's own) and bytes. choices: (threads, pointer) where it came from a select."""
+    """Address per thread: array, CTA (None: the thread's own) and bytes. choices: (threads, pointer) where it came from
+    a select."""
 
     memory: Any
     offset: np.ndarray

@@ -22,8 +22,8 @@ def model():
 
 @pytest.fixture(scope="session")
 def one_layer():
-    """`model` without its second layer, for tests of what is the same in every layer: its programs take half the time. Not for tests of
-    what pages hold: in the first layer that depends on no other token.
+    """`model` without its second layer, for tests of what is the same in every layer: its programs take half the time.
+    Not for tests of what pages hold: in the first layer that depends on no other token.
     """
     return shallow(make_model())
 
@@ -60,7 +60,8 @@ def model_factory():
 
 @pytest.fixture
 def compiled():
-    """Functions by name -> the threads that compiled them, in order: "ahead" or "call". All compiled programs are cleared."""
+    """Functions by name -> the threads that compiled them, in order: "ahead" or "call". All compiled programs are
+    cleared."""
     found, on = collections.defaultdict(list), [True]
 
     def hear(event, duration, **named):

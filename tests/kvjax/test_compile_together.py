@@ -29,8 +29,8 @@ def together(*calls, between=lambda: None):
 
 
 class Slow:
-    """In place of a jitted function: compiling a program of it waits until so many are being compiled, and then for so many seconds. most:
-    how many were, together. count: how many in all."""
+    """In place of a jitted function: compiling a program of it waits until so many are being compiled, and then for so
+    many seconds. most: how many were, together. count: how many in all."""
 
     def __init__(self, together, seconds=0.0):
         self.count, self.most, self._now, self._seconds = 0, 0, 0, seconds
@@ -86,8 +86,9 @@ def turned(turns, x, y):
 
 
 def test_later_calls_compile_nothing_and_one_program_is_compiled_once(compiled):
-    """JAX keeps what it has lowered, and with it the program, also of functions with their own options of XLA and donated arguments. If a
-    release of JAX stops that, each program is compiled twice: nothing else changes, but warming up takes longer than without threads."""
+    """JAX keeps what it has lowered, and with it the program, also of functions with their own options of XLA and
+    donated arguments. If a release of JAX stops that, each program is compiled twice: nothing else changes, but warming
+    up takes longer than without threads."""
     bound = [functools.partial(jax.device_put, np.ones((3, 3), np.float32), place) for place in (jax.devices()[0], None)]
     calls = [functools.partial(turned, turns, new(), y=new()) for turns in (1, 2, 3) for new in bound]
     together(*calls, *calls)
@@ -222,7 +223,8 @@ def looked_at(engine, calls, between):
 
 @pytest.mark.parametrize("case", rest_long(ENGINES, "pages in host memory"))
 def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
-    """As many of each function as without threads, and of prefill and steps all but the first slice in other threads."""
+    """As many of each function as without threads, and of prefill and steps all but the first slice in other
+    threads."""
     kept = {}
     for threads in (False, True):
         engine = ENGINES[case]()

@@ -322,7 +322,8 @@ def test_requests_wait_for_pages_rather_than_fail(speaker):
 
 
 def test_answers_that_outgrow_the_pool_together_both_end(speaker):
-    """Each of the two fits alone, and while prefilled both would; one waits, or is suspended, rather than fail on the way."""
+    """Each of the two fits alone, and while prefilled both would; one waits, or is suspended, rather than fail on the
+    way."""
     engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
     texts = generate(engine, ["a" * 250, "b" * 250], max_new_tokens=10, slots=2, stop_token_ids=())
     assert [len(text) >= 9 for text in texts] == [True, True]
@@ -379,8 +380,8 @@ def test_stopping_early_gives_the_pages_back(engine):
 
 
 def test_the_step_is_compiled_once_per_shape_bucket(model_factory, speaker):
-    """Compilations are counted by JAX itself: other prompts, lengths and sampling settings in the same bucket add none. Greedy steps and
-    steps in which a row draws are two programs."""
+    """Compilations are counted by JAX itself: other prompts, lengths and sampling settings in the same bucket add none.
+    Greedy steps and steps in which a row draws are two programs."""
     fresh = model_factory(num_layers=1, rope_theta=12345.0)
     fresh.tokenizer = speaker.tokenizer
     engine = Engine(fresh, "quest:2", pages=64, page_size=128, prefill_chunk=128, batch_buckets=(2, 4))

@@ -31,8 +31,8 @@ def golden_script():
 def complete():
     """`complete(decoder, params, ids, steps=0, mix=None) -> (logits of ids [T, V], greedy tokens [steps])`.
 
-    Every forward runs over the same padded length, so that a model compiles once. Traced anew on every call, so that a test may
-    patch what the decoder calls.
+    Every forward runs over the same padded length, so that a model compiles once. Traced anew on every call, so that a
+    test may patch what the decoder calls.
     """
 
     def run(decoder, params, ids, steps=0, mix=None):

@@ -1,8 +1,10 @@
-"""Makes golden/config-fields.json with transformers and PyTorch: `python make_config_golden.py`. Imports nothing of kvjax.
+"""Makes golden/config-fields.json with transformers and PyTorch: `python make_config_golden.py`. Imports nothing of
+kvjax.
 
 base      the configuration that fields are added to
 defaults  {family: config.json as the family's configuration class writes it}
-tried     [[family, fields, "same" | "other" | "refused"]]: what fields added to BASE change in transformers, logits of a whole
+tried     [[family, fields, "same" | "other" | "refused"]]: what fields added to BASE change in transformers, logits of
+a whole
           prompt and of its last tokens decoded with a cache; same: nothing; other: the logits or the tensors; refused: it raises
 """
 
@@ -125,7 +127,8 @@ TRIED = [
 
 
 def logits(family, fields):
-    """Tensors' names and shapes, logits of the prompt, logits of its second half decoded with a cache. Weights depend on names alone."""
+    """Tensors' names and shapes, logits of the prompt, logits of its second half decoded with a cache. Weights depend
+    on names alone."""
     import torch
     import transformers
 

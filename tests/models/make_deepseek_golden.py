@@ -1,7 +1,8 @@
 """Makes golden/deepseek with transformers and PyTorch: `python make_deepseek_golden.py`. Imports nothing of kvjax.
 
-Files are as make_golden.py makes them. The models are `DeepseekV32ForCausalLM` whose MLPs are all dense. No query's choice of tokens hangs
-on rounding: in the prompt and at every greedy token, the last token taken leads the first one left by a clear margin.
+Files are as make_golden.py makes them. The models are `DeepseekV32ForCausalLM` whose MLPs are all dense. No query's
+choice of tokens hangs on rounding: in the prompt and at every greedy token, the last token taken leads the first one
+left by a clear margin.
 """
 
 import make_golden
@@ -9,14 +10,16 @@ from make_latent_golden import margins
 
 GOLDEN = make_golden.GOLDEN / "deepseek"
 CLEAR = 1e-4
-"""Smallest margin between the last score taken and the first one left, as a share of the standard deviation of the row's scores."""
+"""Smallest margin between the last score taken and the first one left, as a share of the standard deviation of the
+row's scores."""
 
 PLAIN, LINEAR = make_golden.PLAIN, {"rope_type": "linear", "factor": 4.0}
 YARN = make_golden.YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 
 
 def sizes(heads, latent, rope, nope, value, index, topk, layers=2, width=40, query=28):
-    """Fields of the attention; index: heads and their dim. With few heads many tokens score 0, by ReLU, and are tied."""
+    """Fields of the attention; index: heads and their dim. With few heads many tokens score 0, by ReLU, and are
+    tied."""
     names = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_topk")
     fields = dict(zip(names, (heads, latent, rope, nope, value, topk), strict=True))
     fields |= {"num_key_value_heads": heads, "index_n_heads": index[0], "index_head_dim": index[1], "num_hidden_layers": layers}
@@ -62,7 +65,8 @@ def build(fields, theta, scaling, tied, seed):
 
 
 def sample(case):
-    """(model, ids, logits, greedy, smallest margin) of the first seed whose greedy tokens are varied, and nothing is nearly tied."""
+    """(model, ids, logits, greedy, smallest margin) of the first seed whose greedy tokens are varied, and nothing is
+    nearly tied."""
     for seed in range(400):
         model, ids = build(*case, seed), make_golden.prompt(seed)
         with margins() as found:

@@ -2,8 +2,9 @@
 
     PYTHONPATH=tests python tests/models/make_family_golden.py
 
-For each case of tests/dense_cases.py and tests/family_cases.py: the logits of the last tokens of a prompt (float32, eager attention, CPU;
-of each family's first case those of all), and the tokens that greedy decoding adds. Weights are made from seeds, so they are not stored.
+For each case of tests/dense_cases.py and tests/family_cases.py: the logits of the last tokens of a prompt (float32,
+eager attention, CPU; of each family's first case those of all), and the tokens that greedy decoding adds. Weights are
+made from seeds, so they are not stored.
 """
 
 import json

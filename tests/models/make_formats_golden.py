@@ -1,16 +1,19 @@
-"""Makes golden/published-formats.safetensors and golden/formats/: packed matrices and models by the libraries that make them.
+"""Makes golden/published-formats.safetensors and golden/formats/: packed matrices and models by the libraries that make
+them.
 
     PYTHON tests/models/make_formats_golden.py AUTOGPTQ AUTOAWQ
 
-PYTHON is a Python with torch, transformers, compressed-tensors, accelerate, bitsandbytes and torchao (made with torch 2.14 on a CPU,
-transformers 5.24, compressed-tensors 0.20.1, bitsandbytes 0.50.2, torchao 0.18); it imports nothing of kvjax. AUTOGPTQ, AUTOAWQ: folders
-with the sources of auto_gptq 0.7.1 and autoawq 0.2.9, which need not be installed: their modules are read from the files.
+PYTHON is a Python with torch, transformers, compressed-tensors, accelerate, bitsandbytes and torchao (made with torch
+2.14 on a CPU, transformers 5.24, compressed-tensors 0.20.1, bitsandbytes 0.50.2, torchao 0.18); it imports nothing of
+kvjax. AUTOGPTQ, AUTOAWQ: folders with the sources of auto_gptq 0.7.1 and autoawq 0.2.9, which need not be installed:
+their modules are read from the files.
 
-Each matrix is [32, 64], from a seed. `NAME/part` are the tensors that the library stores, and `NAME/numbers` are what it reads from them,
-in odd rows: in float32 where it computes in float32, in bfloat16 for nvfp4 and mxfp4. The metadata has each `quantization_config`, and
-torchao's header.
+Each matrix is [32, 64], from a seed. `NAME/part` are the tensors that the library stores, and `NAME/numbers` are what
+it reads from them, in odd rows: in float32 where it computes in float32, in bfloat16 for nvfp4 and mxfp4. The metadata
+has each `quantization_config`, and torchao's header.
 
-AWQ's gemv kernels need CUDA: their numbers are those that were packed. torchao's Int4Tensor needs CUDA too: packed by its documentation.
+AWQ's gemv kernels need CUDA: their numbers are those that were packed. torchao's Int4Tensor needs CUDA too: packed by
+its documentation.
 
 Models are saved by transformers, and logits are those of the dequantized model in float32.
 """

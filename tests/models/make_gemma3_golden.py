@@ -1,7 +1,7 @@
 """Makes golden/gemma3 with transformers and PyTorch: `python make_gemma3_golden.py`. Imports nothing of kvjax.
 
-Files are as make_golden.py makes them. The models are `Gemma3ForCausalLM`, but for `WHOLE`: the same as the first case, as a
-`Gemma3ForConditionalGeneration` with a vision model saves it.
+Files are as make_golden.py makes them. The models are `Gemma3ForCausalLM`, but for `WHOLE`: the same as the first case,
+as a `Gemma3ForConditionalGeneration` with a vision model saves it.
 """
 
 import make_golden

@@ -1,10 +1,10 @@
-"""Makes golden/gguf.safetensors with transformers, PyTorch and llama.cpp: `python make_gguf_golden.py PYTHON [NAME ...]`, where PYTHON has
-llama_cpp; with names only these cases are made again. Imports nothing of kvjax.
+"""Makes golden/gguf.safetensors with transformers, PyTorch and llama.cpp: `python make_gguf_golden.py PYTHON [NAME
+...]`, where PYTHON has llama_cpp; with names only these cases are made again. Imports nothing of kvjax.
 
-Each case is a tiny model of tiny_gguf.SPECS, written as a GGUF file and read by transformers, whose logits of the last tokens are kept.
-What transformers drops of the file (DROPPED) is given to it by hand; so llama.cpp's logits are kept too, where it computes in float32.
-transformers reads few architectures: of the others (UNREAD) llama.cpp's logits alone are kept. It computes Gemma's GELU in 16 bits, so
-that model is given to transformers by hand.
+Each case is a tiny model of tiny_gguf.SPECS, written as a GGUF file and read by transformers, whose logits of the last
+tokens are kept. What transformers drops of the file (DROPPED) is given to it by hand; so llama.cpp's logits are kept
+too, where it computes in float32. transformers reads few architectures: of the others (UNREAD) llama.cpp's logits alone
+are kept. It computes Gemma's GELU in 16 bits, so that model is given to transformers by hand.
 """
 
 import json
@@ -141,8 +141,9 @@ def llama_cpp(python, path):
 
 
 def compare(name, made, found, kept):
-    """llama.cpp's logits of the last tokens, if all numbers of the file are float32: it rounds activations for others. Prints how far it
-    is. Of longrope they are those of the long factors, because llama.cpp makes room for more tokens than the model was trained on."""
+    """llama.cpp's logits of the last tokens, if all numbers of the file are float32: it rounds activations for others.
+    Prints how far it is. Of longrope they are those of the long factors, because llama.cpp makes room for more tokens
+    than the model was trained on."""
     far = np.abs(found["logits"] - made["logits"])
     same = found["greedy"].tolist() == made["greedy"].tolist()
     print(f"{name}: llama.cpp differs by {far.max():.1e} at most, {far.mean():.1e} on average; greedy {same}")

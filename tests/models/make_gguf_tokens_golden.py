@@ -1,8 +1,9 @@
-"""Makes golden/gguf-tokens.json with llama.cpp: `python make_gguf_tokens_golden.py PYTHON`, where PYTHON has llama_cpp; this one needs the
-gguf and tokenizers packages. Imports nothing of kvjax.
+"""Makes golden/gguf-tokens.json with llama.cpp: `python make_gguf_tokens_golden.py PYTHON`, where PYTHON has llama_cpp;
+this one needs the gguf and tokenizers packages. Imports nothing of kvjax.
 
-Vocabularies are trained on the texts without any split, so that their merges cross every border that a split draws; then llama.cpp
-tokenizes the texts with each `tokenizer.ggml.pre`, and with SentencePiece's way. Results that are alike are kept once.
+Vocabularies are trained on the texts without any split, so that their merges cross every border that a split draws;
+then llama.cpp tokenizes the texts with each `tokenizer.ggml.pre`, and with SentencePiece's way. Results that are alike
+are kept once.
 """
 
 import json

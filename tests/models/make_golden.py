@@ -1,8 +1,10 @@
-"""Makes the golden files of this folder with transformers and PyTorch: `python make_golden.py`. Imports nothing of kvjax.
+"""Makes the golden files of this folder with transformers and PyTorch: `python make_golden.py`. Imports nothing of
+kvjax.
 
-Each case is a tiny random model that transformers itself saves in golden/<case>/, and beside it golden.safetensors: a prompt, the
-logits of each of its tokens (float32, eager attention, CPU) and the tokens that greedy decoding adds. rope.json holds rotary
-frequencies alone. Weights are drawn so large that attention is far from flat and every norm, bias and scaling shows in the logits.
+Each case is a tiny random model that transformers itself saves in golden/<case>/, and beside it golden.safetensors: a
+prompt, the logits of each of its tokens (float32, eager attention, CPU) and the tokens that greedy decoding adds.
+rope.json holds rotary frequencies alone. Weights are drawn so large that attention is far from flat and every norm,
+bias and scaling shows in the logits.
 """
 
 import json
@@ -27,8 +29,9 @@ def longrope(pairs, original, **more):
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original} | more
 
 
-# name: (query heads, KV heads, head dim, width, tied, theta, scaling). The prompts run past original_max_position_embeddings, but for
-# those called short, which end before it with all their tokens. OWN: of the families that are named, with more fields of config.json.
+# name: (query heads, KV heads, head dim, width, tied, theta, scaling). The prompts run past
+# original_max_position_embeddings, but for those called short, which end before it with all their tokens. OWN: of the
+# families that are named, with more fields of config.json.
 SHAPES = {
     "g1-d32-tied": (2, 2, 32, 32, True, 1e4, {"rope_type": "default"}),
     "g4-d64-llama3": (8, 2, 64, 16, False, 1e4, LLAMA3),
@@ -175,7 +178,8 @@ def sample(family, shape, fields, first_seed=0):
 
 
 def rope_values(head_dim, parameters):
-    """[inverse frequencies], attention factor and, of longrope, the frequencies of sequences past its original length."""
+    """[inverse frequencies], attention factor and, of longrope, the frequencies of sequences past its original
+    length."""
     import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

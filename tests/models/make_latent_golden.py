@@ -1,14 +1,17 @@
-"""Makes golden/latent-*.safetensors with transformers and PyTorch: `python make_latent_golden.py`. Imports nothing of kvjax.
+"""Makes golden/latent-*.safetensors with transformers and PyTorch: `python make_latent_golden.py`. Imports nothing of
+kvjax.
 
-Each file is one attention layer of a tiny random DeepSeek-V3.2 (transformers' `DeepseekV32Attention`, float32, eager, CPU), under the names
-of its tensors, and what it did: a prompt in one call, then one token at a time with its cache. The metadata hold config.json.
+Each file is one attention layer of a tiny random DeepSeek-V3.2 (transformers' `DeepseekV32Attention`, float32, eager,
+CPU), under the names of its tensors, and what it did: a prompt in one call, then one token at a time with its cache.
+The metadata hold config.json.
 
     hidden   float32[B, S, E]     what goes into the layer, before its norm, "input_layernorm.weight"
     out      float32[B, S, E]     what comes out of its attention
     tokens   int32[B, S, index_topk]  the tokens that each query attended to, ascending, -1 at the end
 
-Weights are drawn so large that attention is far from flat. In "latent-yarn" what the three norms see is so small that their epsilon
-shows. No query's choice hangs on rounding: at every step the last token taken leads the first one left by a clear margin.
+Weights are drawn so large that attention is far from flat. In "latent-yarn" what the three norms see is so small that
+their epsilon shows. No query's choice hangs on rounding: at every step the last token taken leads the first one left by
+a clear margin.
 """
 
 import contextlib
@@ -18,7 +21,8 @@ from pathlib import Path
 GOLDEN = Path(__file__).with_name("golden")
 BATCH, PROMPT, STEPS = 2, 37, 11
 CLEAR = 1e-3
-"""Smallest margin between the last score taken and the first one left, as a share of the standard deviation of the row's scores."""
+"""Smallest margin between the last score taken and the first one left, as a share of the standard deviation of the
+row's scores."""
 
 DRIFT = 0.8
 """Correlation of a token's hidden state with the one before."""
@@ -120,7 +124,8 @@ def run(config, norm, layer, rotary, hidden):
 
 
 def drifting(shape, seed):
-    """Hidden states that change little from token to token, so that neighbouring steps choose many of the same tokens."""
+    """Hidden states that change little from token to token, so that neighbouring steps choose many of the same
+    tokens."""
     import torch
 
     states = torch.randn(shape, generator=torch.Generator().manual_seed(1000 + seed))

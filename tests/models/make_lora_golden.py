@@ -1,7 +1,8 @@
 """Makes golden/lora.json and golden/lora.safetensors with peft, transformers and PyTorch: `python make_lora_golden.py`.
 
-It imports nothing of kvjax. Weights of models and adapters are drawn by `drawn` from a seed and a name, so lora.json holds configurations,
-names and shapes alone, as transformers and peft write them. lora.safetensors holds logits (float32) of a prompt, and some merged matrices.
+It imports nothing of kvjax. Weights of models and adapters are drawn by `drawn` from a seed and a name, so lora.json
+holds configurations, names and shapes alone, as transformers and peft write them. lora.safetensors holds logits
+(float32) of a prompt, and some merged matrices.
 """
 
 import json
@@ -38,7 +39,8 @@ PATTERNS = {
     "alpha_pattern": {"model.layers.0.self_attn.v_proj": 9, "down_proj": 3.5},
 }
 
-# name: (family, fields of the model, for each adapter arguments of LoraConfig and a scale). Several are merged in order.
+# name: (family, fields of the model, for each adapter arguments of LoraConfig and a scale). Several are merged in
+# order.
 CASES = {
     "all": ("llama", UNTIED, [(ALL, 1.0)]),
     "patterns": ("llama", UNTIED, [(ALL | PATTERNS | {"use_rslora": True}, 0.5)]),
@@ -76,7 +78,8 @@ def drawn(name, shape, seed):
 
 
 def drawn_all(shapes, seed, tied=False):
-    """The tensors of a model or an adapter. tied: peft keeps the pair of A and B of the embedding for the head, too, transposed."""
+    """The tensors of a model or an adapter. tied: peft keeps the pair of A and B of the embedding for the head, too,
+    transposed."""
     found = {name: drawn(name, tuple(shape), seed) for name, shape in shapes.items()}
     if tied:
         for ours, theirs in (("A", "B"), ("B", "A")):
@@ -100,7 +103,8 @@ def model_of(family, fields):
 
 
 def adapter_of(folder, model, arguments, seed):
-    """Write an adapter as peft does, with other numbers. Returns its configuration, and the shapes of its tensors by their names."""
+    """Write an adapter as peft does, with other numbers. Returns its configuration, and the shapes of its tensors by
+    their names."""
     from peft import LoraConfig, get_peft_model
     from safetensors import safe_open
     from safetensors.numpy import save_file
@@ -136,7 +140,8 @@ def run(case):
             for module in peft_model.modules():
                 if isinstance(module, LoraLayer) and name in module.scaling:
                     module.scaling[name] *= scale
-        # Merging in place would change both of two tied matrices, so tied models are not merged: their logits are those of training.
+        # Merging in place would change both of two tied matrices, so tied models are not merged: their logits are those
+        # of training.
         ready = peft_model.eval() if tied else peft_model.merge_and_unload(adapter_names=[f"a{n}" for n in range(1, len(given) + 1)])
         with torch.no_grad():
             logits = ready(torch.tensor([PROMPT])).logits[0]

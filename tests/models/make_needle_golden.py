@@ -1,7 +1,7 @@
 """Makes golden/needle.npz with transformers and PyTorch: `python make_needle_golden.py`. Imports nothing of kvjax.
 
-Eight needle prompts of made-up sentences (common words of the embedded model's vocabulary, drawn at random: no one's text), and the
-tokens that transformers' own Qwen2, in float32 on the CPU, greedily adds to each.
+Eight needle prompts of made-up sentences (common words of the embedded model's vocabulary, drawn at random: no one's
+text), and the tokens that transformers' own Qwen2, in float32 on the CPU, greedily adds to each.
 
     prompts  uint16[sum of lengths]  the prompts one after the other
     lengths  uint16[8]               tokens of each
@@ -20,7 +20,8 @@ GOLDEN = Path(__file__).with_name("golden") / "needle.npz"
 NEW_TOKENS = 10
 DISTRACTORS = 6
 CLEAR = 0.02
-"""A prompt is taken only if the best logit leads the second by this much at every step: a tie would be decided by rounding."""
+"""A prompt is taken only if the best logit leads the second by this much at every step: a tie would be decided by
+rounding."""
 
 # (tokens of the prompt, template, where the needle stands).
 PROMPTS = (
@@ -97,7 +98,8 @@ def greedy(model, ids):
 
 
 def row_logits(model, ids):
-    """(rows, their logits): the last token's, and the five whose largest logit is smallest, where rounding weighs most."""
+    """(rows, their logits): the last token's, and the five whose largest logit is smallest, where rounding weighs
+    most."""
     import torch
 
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Makes golden/qwen3_5 with transformers and PyTorch: `python make_qwen3_5_golden.py`. Imports nothing of kvjax.
 
-Files are as make_golden.py makes them. The models are `Qwen3_5ForCausalLM`, but for `WHOLE`: the same as the first case, as a
-`Qwen3_5ForConditionalGeneration` with a vision model saves it.
+Files are as make_golden.py makes them. The models are `Qwen3_5ForCausalLM`, but for `WHOLE`: the same as the first
+case, as a `Qwen3_5ForConditionalGeneration` with a vision model saves it.
 """
 
 import make_golden
@@ -40,7 +40,8 @@ CASES = {
 
 
 def save_whole(model, folder):
-    """The weights of a text model in the checkpoint of one with a tiny vision model, beside multi-token prediction's."""
+    """The weights of a text model in the checkpoint of one with a tiny vision model, beside multi-token
+    prediction's."""
     import json
 
     import torch

@@ -1,12 +1,15 @@
-"""Makes golden/saves.json and saves.npz: what transformers does with the models that `kvjax` saves, of every family in every format.
+"""Makes golden/saves.json and saves.npz: what transformers does with the models that `kvjax` saves, of every family in
+every format.
 
     PYTHONPATH=tests .venv/bin/python tests/models/make_saves_golden.py PYTHON [NUMBER]
 
-PYTHON is a Python with torch, transformers, compressed-tensors and accelerate; it may be another than ours. Ours saves the models of
-`saved_models.random_saved`. PYTHON runs this file with `--open` and imports nothing of kvjax: it opens each folder, and writes the logits
-of a prompt (float32, eager attention, CPU). saves.json has a digest of what was saved, so that a test knows that it is the same.
+PYTHON is a Python with torch, transformers, compressed-tensors and accelerate; it may be another than ours. Ours saves
+the models of `saved_models.random_saved`. PYTHON runs this file with `--open` and imports nothing of kvjax: it opens
+each folder, and writes the logits of a prompt (float32, eager attention, CPU). saves.json has a digest of what was
+saved, so that a test knows that it is the same.
 
-NUMBER: instead of the golden files, compare so many other models of each family and format, and print the largest differences.
+NUMBER: instead of the golden files, compare so many other models of each family and format, and print the largest
+differences.
 """
 
 import json
@@ -18,7 +21,8 @@ GOLDEN = Path(__file__).with_name("golden")
 
 
 def open_saved(folders):
-    """Write theirs.npy into each folder that transformers opens: the logits `[T, V]` of ids.npy. Where it does not: error.txt."""
+    """Write theirs.npy into each folder that transformers opens: the logits `[T, V]` of ids.npy. Where it does not:
+    error.txt."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM

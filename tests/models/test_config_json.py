@@ -1,4 +1,5 @@
-"""config.json: released models parse, both spellings agree, and whatever is not understood is an error that names it."""
+"""config.json: released models parse, both spellings agree, and whatever is not understood is an error that names
+it."""
 
 import dataclasses
 import json
@@ -428,7 +429,8 @@ def test_windows_are_read_and_written(family, fields, windows):
     assert flat(config).windows == windows
     written = config_json.to_fields(config)
     assert config_json.parse(written) == config
-    # Dynamic RoPE is written with the length from which it scales, so a model that is loaded for less keeps its windows.
+    # Dynamic RoPE is written with the length from which it scales, so a model that is loaded for less keeps its
+    # windows.
     assert flat(config_json.parse(base | fields, None, 64)).windows == (windows if "rope_scaling" in fields else ())
     with pytest.raises(ValueError, match=r"one sliding_window for all layers, but the model has \[64, 65\]"):
         config_json.to_fields(altered(config, windows=(64, 65, None)))

@@ -1,4 +1,5 @@
-"""DeepSeek-V3.2 with dense MLPs computes what transformers computes: golden logits and greedy tokens, and wrong models that must fail."""
+"""DeepSeek-V3.2 with dense MLPs computes what transformers computes: golden logits and greedy tokens, and wrong models
+that must fail."""
 
 import dataclasses
 import json

@@ -1,6 +1,8 @@
-"""Families by table: eight unusual configurations of each give transformers' logits, in any cut of the prompt, and come back from a save.
+"""Families by table: eight unusual configurations of each give transformers' logits, in any cut of the prompt, and come
+back from a save.
 
-The golden files hold logits alone. Configurations, weights and prompts come from seeds (dense_cases.py), which the scripts share.
+The golden files hold logits alone. Configurations, weights and prompts come from seeds (dense_cases.py), which the
+scripts share.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Families that are entries of a table compute what transformers computes, on unusual configurations; and wrong models that must fail."""
+"""Families that are entries of a table compute what transformers computes, on unusual configurations; and wrong models
+that must fail."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,5 @@
-"""Gemma 3's text model computes what transformers computes: golden logits and greedy tokens, and wrong models that must fail."""
+"""Gemma 3's text model computes what transformers computes: golden logits and greedy tokens, and wrong models that must
+fail."""
 
 import dataclasses
 import json

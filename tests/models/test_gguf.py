@@ -1,5 +1,5 @@
-"""GGUF files: logits of transformers' reading of the same files, which it made on another machine (make_gguf_golden.py), and what is said
-of files that cannot be read."""
+"""GGUF files: logits of transformers' reading of the same files, which it made on another machine
+(make_gguf_golden.py), and what is said of files that cannot be read."""
 
 import dataclasses
 import re
@@ -32,7 +32,8 @@ def logits_of(model, ids):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_logits_are_those_of_transformers(written, name):
-    """Every architecture, every type of numbers, and RoPE's scalings that transformers itself does not read from the file."""
+    """Every architecture, every type of numbers, and RoPE's scalings that transformers itself does not read from the
+    file."""
     model = load(written(name), dtype=jnp.float32)
     ids, greedy = GOLDEN[f"{name}.ids"].tolist(), GOLDEN[f"{name}.greedy"].tolist()
     logits = logits_of(model, ids + greedy)

@@ -1,5 +1,5 @@
-"""GGUF files of the families by table: what stays packed, what their metadata says, and what is refused. Their logits are compared in
-test_gguf.py."""
+"""GGUF files of the families by table: what stays packed, what their metadata says, and what is refused. Their logits
+are compared in test_gguf.py."""
 
 import dataclasses
 import logging

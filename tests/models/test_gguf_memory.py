@@ -1,4 +1,5 @@
-"""Loading a GGUF file takes its packed weights of host memory, and hardly more: pages of the mapped file do not count."""
+"""Loading a GGUF file takes its packed weights of host memory, and hardly more: pages of the mapped file do not
+count."""
 
 import json
 import subprocess

@@ -1,4 +1,5 @@
-"""Tokenizers of GGUF files: the tokens that llama.cpp makes (make_gguf_tokens_golden.py), special tokens, templates, what is refused."""
+"""Tokenizers of GGUF files: the tokens that llama.cpp makes (make_gguf_tokens_golden.py), special tokens, templates,
+what is refused."""
 
 import json
 from pathlib import Path
@@ -19,8 +20,8 @@ MARKS = ("\u0939\u093f\u0928\u094d\u0926\u0940 \u092e\u0947\u0902", "a\u0301e\u0
 SPACES = ("\u00a0nbsp\u2003em\u200bzero", "\u3000Wide\u2028line\u0085next")
 APPROXIMATED = dict.fromkeys(("tekken", "gpt-4o", "llama4", "kanana2"), MARKS) | {"deepseek-coder": SPACES}
 APPROXIMATED |= dict.fromkeys(("tiny_aya", "cohere2moe"), ("CamelCaseXMLHttpRequest HELLO wOrLD",))
-"""Texts that llama.cpp splits otherwise than the original tokenizer: its engine has no class of marks nor of capitals, and takes other
-spaces for one."""
+"""Texts that llama.cpp splits otherwise than the original tokenizer: its engine has no class of marks nor of capitals,
+and takes other spaces for one."""
 
 
 def vocabulary(values, **more):

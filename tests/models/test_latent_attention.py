@@ -1,4 +1,5 @@
-"""The mixer of latent attention computes what transformers computes; wrong ones that must fail; and what it promises."""
+"""The mixer of latent attention computes what transformers computes; wrong ones that must fail; and what it
+promises."""
 
 import dataclasses
 import functools
@@ -42,7 +43,8 @@ PROMPT_AND_STEPS = [(0, PROMPT), *((n, n + 1) for n in range(PROMPT, TOKENS))]
 
 @dataclasses.dataclass(frozen=True)
 class OneLayer:
-    """A decoder that is the attention of one layer. Token n of a row is row n of params["hidden"]; logits are what comes out."""
+    """A decoder that is the attention of one layer. Token n of a row is row n of params["hidden"]; logits are what
+    comes out."""
 
     mixer: LatentLayer
     norm_eps: float = 0.03
@@ -170,7 +172,8 @@ def test_the_whole_sequence_a_few_tokens_at_a_time(drafted, hinted):
 @pytest.mark.quick_but("latent-default")
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_in_chunks(case):
-    """Chunks of 16, of which the first reads every token; the last is not full, and its padding sees pages that hold NaN."""
+    """Chunks of 16, of which the first reads every token; the last is not full, and its padding sees pages that hold
+    NaN."""
     mixer, params, hidden, out, _ = golden(case)
     cache, found = cache_of(mixer, 2, hidden.dtype), []
     for start in range(0, PROMPT, 16):
@@ -211,7 +214,8 @@ def test_training_reads_the_tokens_that_the_model_was_trained_to_read():
 
 @pytest.mark.long
 def test_rows_of_one_batch_stand_at_different_places():
-    """A prompt of 37 tokens in one call, one of 17 token by token, then steps together; after three of them the second row stops."""
+    """A prompt of 37 tokens in one call, one of 17 token by token, then steps together; after three of them the second
+    row stops."""
     mixer, params, hidden, out, tokens = golden("latent-default")
     policy = TopTokens(mixer.index_topk, hinted=True)
     cache, states, lengths = cache_of(mixer, 2, jnp.float32), (policy.init(None, 2),), np.zeros(2, np.int32)
@@ -232,7 +236,8 @@ def test_rows_of_one_batch_stand_at_different_places():
 
 
 def test_golden_files_are_not_easy():
-    """Most steps leave most tokens unread, lists change from step to step, and reading everything gives something else."""
+    """Most steps leave most tokens unread, lists change from step to step, and reading everything gives something
+    else."""
     for case in CASES:
         mixer, params, hidden, out, tokens = golden(case)
         assert mixer.index_topk == 9 < PROMPT

@@ -1,4 +1,5 @@
-"""Against transformers itself, wherever PyTorch can be imported: other random models than the golden ones, and what `save` wrote."""
+"""Against transformers itself, wherever PyTorch can be imported: other random models than the golden ones, and what
+`save` wrote."""
 
 import json
 

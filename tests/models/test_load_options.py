@@ -87,7 +87,8 @@ def test_a_model_shows_itself_in_one_line(needle):
 
 @pytest.mark.long
 def test_loading_prints_nothing():
-    """transformers' first import advises to install PyTorch where there is none, as the second process shows; other warnings are heard."""
+    """transformers' first import advises to install PyTorch where there is none, as the second process shows; other
+    warnings are heard."""
     begin, end = "import logging, sys; sys.modules['torch'] = None\n", "\nlogging.getLogger('transformers').warning('heard')"
     ours = run_python(f"{begin}import kvjax; kvjax.load('needle'){end}")
     assert (ours.returncode, ours.stdout, ours.stderr) == (0, "", "[transformers] heard\n")

@@ -36,7 +36,8 @@ def test_loading_never_holds_the_model_twice(tmp_path):
 
 
 def test_params_on_the_device_are_no_second_copy(tmp_path, monkeypatch):
-    """While a piece of tensor n is placed, the live arrays are those before it, itself, and at most one piece as it was stored."""
+    """While a piece of tensor n is placed, the live arrays are those before it, itself, and at most one piece as it was
+    stored."""
     save(random_model(), tmp_path / "m")
     monkeypatch.setattr(loading, "READ_BYTES", 256)
     gc.collect()

@@ -348,7 +348,8 @@ def unpacked(matrix):
 
 
 def test_processes_compare_their_adapters(case, monkeypatch):
-    """What each process of a job says of itself before weights are placed differs where an adapter or its scale does."""
+    """What each process of a job says of itself before weights are placed differs where an adapter or its scale
+    does."""
     folder, (one,) = case("all")
     said = []
     monkeypatch.setattr(loading, "several_processes", lambda mesh: True)

@@ -1,4 +1,5 @@
-"""A family that is missing is refused with the nearest supported one and what differs, for every text model of transformers."""
+"""A family that is missing is refused with the nearest supported one and what differs, for every text model of
+transformers."""
 
 import json
 from pathlib import Path

@@ -55,7 +55,8 @@ def test_dense_engine_gives_the_tokens_of_transformers(stored, model, chosen):
 
 @pytest.mark.long
 def test_logits_are_those_of_transformers(stored, model):
-    """The bound of the README, for prompts prefilled and for tokens decoded: a share of a row's largest logit in magnitude."""
+    """The bound of the README, for prompts prefilled and for tokens decoded: a share of a row's largest logit in
+    magnitude."""
     ids, worst = stored["prompts"][0], 0.0
     engine = Engine(model, pages=20, prefill_chunk=256, batch_buckets=(1,))
     whole, grown = engine.prefill([ids[:1], ids[:1]])

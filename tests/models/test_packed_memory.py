@@ -34,8 +34,8 @@ def bytes_of_steps(model):
 
 @pytest.mark.parametrize("weights", rest_long(["int8", "int4", "fp8:128x128"], "int8"))
 def test_steps_hold_no_widened_copy_of_all_weights(weights, monkeypatch):
-    """Nor, in decode, of one matrix: a CPU widens a tile at a time, here of 64 KB, or of 128 rows. All widened weights are 11 MB, and
-    prefill's activations are copied into loops."""
+    """Nor, in decode, of one matrix: a CPU widens a tile at a time, here of 64 KB, or of 128 rows. All widened weights
+    are 11 MB, and prefill's activations are copied into loops."""
     monkeypatch.setattr(xla, "TILE_BYTES", 1 << 16)
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     model = random_model(config=altered(LEAST, **sizes, vocab_size=4096, max_positions=512))

@@ -1,4 +1,5 @@
-"""Models with packed weights: equal to the same model with unpacked weights, loaded, saved, planned, on meshes, and small."""
+"""Models with packed weights: equal to the same model with unpacked weights, loaded, saved, planned, on meshes, and
+small."""
 
 import dataclasses
 import gc
@@ -90,7 +91,8 @@ def test_norms_biases_and_small_matrices_stay_arrays():
 @pytest.mark.quick_but("int8", "fp8", "int8:128x128", "fp8:128x128")
 @pytest.mark.parametrize("weights", STORED)
 def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkeypatch):
-    """In pieces that cut no block, of tied and untied models; the plan counts the same bytes; saved and read again bit for bit."""
+    """In pieces that cut no block, of tied and untied models; the plan counts the same bytes; saved and read again bit
+    for bit."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32} if weights == "int4" else {}  # others are not saved
     sizes = {"hidden_size": 160, "intermediate_size": 272} | sizes
     config = altered(LEAST, vocab_size=300, tie_embeddings=weights == "int8", **sizes)

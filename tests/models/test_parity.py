@@ -1,4 +1,5 @@
-"""The decoder computes what transformers computes: golden logits and greedy tokens, and wrong decoders that must fail."""
+"""The decoder computes what transformers computes: golden logits and greedy tokens, and wrong decoders that must
+fail."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +26,8 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def golden_case(name):
-    """A golden model, loaded for sequences past longrope's original length where they are, and what is expected of it."""
+    """A golden model, loaded for sequences past longrope's original length where they are, and what is expected of
+    it."""
     want = load_file(GOLDEN / name / "golden.safetensors")
     longest = 128 if "-longrope-long" in name else None
     return load(GOLDEN / name, dtype=jnp.float32, max_positions=longest, tokenizer=False), want

@@ -1,4 +1,5 @@
-"""Patterns that come with checkpoints and adapters: those that are none, or too large, are refused in little time and memory."""
+"""Patterns that come with checkpoints and adapters: those that are none, or too large, are refused in little time and
+memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Published formats of packed weights, written here number by number from their specifications, and dequantized by their formulas.
+"""Published formats of packed weights, written here number by number from their specifications, and dequantized by
+their formulas.
 
-The oracles do not use the library: each writes codes into words with loops, and computes the numbers from the codes that it wrote.
+The oracles do not use the library: each writes codes into words with loops, and computes the numbers from the codes
+that it wrote.
 """
 
 import json
@@ -74,7 +76,8 @@ def compressed_int8(rng, f, e):
 
 
 def compressed_int(rng, f, e, bits=4, zeros=False, whole=False):
-    """pack-quantized: signed codes, stored with an offset. whole: one scale and one zero a matrix, the zero as it is."""
+    """pack-quantized: signed codes, stored with an offset. whole: one scale and one zero a matrix, the zero as it
+    is."""
     half = 1 << (bits - 1)
     codes = rng.integers(-half, half, (f, e))
     factors = (rng.uniform(1, 2, (1, 1) if whole else (f, e // GROUP)) / 100).astype(ml_dtypes.bfloat16)

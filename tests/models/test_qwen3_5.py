@@ -1,4 +1,5 @@
-"""Qwen3.5's text model computes what transformers computes: golden logits and greedy tokens, and wrong models that must fail."""
+"""Qwen3.5's text model computes what transformers computes: golden logits and greedy tokens, and wrong models that must
+fail."""
 
 import dataclasses
 import json

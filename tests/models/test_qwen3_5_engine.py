@@ -1,4 +1,5 @@
-"""Golden models of Qwen3.5 through the engine: the logits and greedy tokens of transformers, and equal bits in any cut."""
+"""Golden models of Qwen3.5 through the engine: the logits and greedy tokens of transformers, and equal bits in any
+cut."""
 
 import numpy as np
 import pytest

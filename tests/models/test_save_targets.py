@@ -1,4 +1,5 @@
-"""Where models may be saved: nothing but a model is replaced, and what cannot work is refused before anything is written."""
+"""Where models may be saved: nothing but a model is replaced, and what cannot work is refused before anything is
+written."""
 
 import json
 import os

@@ -1,8 +1,9 @@
-"""What `save` writes is opened by transformers, and gives equal logits there; what transformers would not open is refused.
+"""What `save` writes is opened by transformers, and gives equal logits there; what transformers would not open is
+refused.
 
-transformers' configuration classes need no torch, so every test run opens configurations with them. Models were opened by
-make_saves_golden.py, which needs torch: the tests compare digests of what is saved with what was opened then. Where there is a Python with
-torch (`--torch-python`), other random models are opened anew.
+transformers' configuration classes need no torch, so every test run opens configurations with them. Models were opened
+by make_saves_golden.py, which needs torch: the tests compare digests of what is saved with what was opened then. Where
+there is a Python with torch (`--torch-python`), other random models are opened anew.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Checkpoints that others load: each is the same model, weights and configuration, as its plain form, whose logits golden files hold."""
+"""Checkpoints that others load: each is the same model, weights and configuration, as its plain form, whose logits
+golden files hold."""
 
 import json
 import logging
@@ -27,7 +28,8 @@ def same(folder, case):
 
 @pytest.fixture
 def changed(tmp_path):
-    """`changed(case, change, edit)`: a copy of a golden model, its config.json through `change` and its tensors through `edit`."""
+    """`changed(case, change, edit)`: a copy of a golden model, its config.json through `change` and its tensors through
+    `edit`."""
 
     def copy(case, change=None, edit=None):
         folder = tmp_path / "changed"

@@ -1,4 +1,5 @@
-"""Packed matrices and models that other libraries made (golden/: make_formats_golden.py), against what these libraries read from them."""
+"""Packed matrices and models that other libraries made (golden/: make_formats_golden.py), against what these libraries
+read from them."""
 
 import functools
 import json
@@ -116,7 +117,8 @@ MODEL = altered(LEAST, hidden_size=64, intermediate_size=32, num_heads=4, num_kv
 
 
 def write(folder, name, config=None):
-    """A checkpoint whose gate and up matrices are a case's, and whose other matrices are not packed; returns the numbers of all tensors."""
+    """A checkpoint whose gate and up matrices are a case's, and whose other matrices are not packed; returns the
+    numbers of all tensors."""
     rng, tensors, metadata = np.random.default_rng(0), {}, {"format": "pt"}
     for wanted in checkpoint.wanted_tensors(MODEL)[0]:
         if wanted.name.endswith(("gate_proj.weight", "up_proj.weight")):
@@ -216,7 +218,8 @@ def test_models_of_transformers_have_its_logits(name):
 
 
 def test_stored_types_do_not_count_those_of_widened_matrices(tmp_path):
-    """What `dtype="auto"` takes is the type of the tensors that are stored as they are, also below views and adapters."""
+    """What `dtype="auto"` takes is the type of the tensors that are stored as they are, also below views and
+    adapters."""
     widened = matrix_of("bitsandbytes nf4", tmp_path)
     plain = Stored(tmp_path / "m", (4,), "BF16", "norm")
     for each in (widened, RowsOf(widened, range(4)), Merged(RowsOf(widened, range(4)), ())):

@@ -1,8 +1,9 @@
-"""Compiles calls of Mosaic GPU kernels to machine code for a GPU that need not be there; a process that `conftest.py` starts.
+"""Compiles calls of Mosaic GPU kernels to machine code for a GPU that need not be there; a process that `conftest.py`
+starts.
 
-Arguments: the description of the GPU; its compute capability; a pickled dict, name -> (op or function, arrays, static); where to write what
-the assembler said; how many devices. A call that the kernel refuses there has the reason instead. The optimized programs, by name, are
-written beside, in a file that ends in `.programs`.
+Arguments: the description of the GPU; its compute capability; a pickled dict, name -> (op or function, arrays, static);
+where to write what the assembler said; how many devices. A call that the kernel refuses there has the reason instead.
+The optimized programs, by name, are written beside, in a file that ends in `.programs`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ ROW_ERROR = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 @dataclasses.dataclass
 class Paged:
-    """Arguments of an attention op as `paging` has it. Pages that no table names and tokens past a row's length hold NaN; page 0 is never
-    named, the last page (which a -1 would wrap to) always is."""
+    """Arguments of an attention op as `paging` has it. Pages that no table names and tokens past a row's length hold
+    NaN; page 0 is never named, the last page (which a -1 would wrap to) always is."""
 
     q: jnp.ndarray
     k: jnp.ndarray
@@ -61,8 +61,8 @@ def make_paged(
 ) -> Paged:
     """Ragged sequences on permuted pages, the last two sharing their first full page.
 
-    keys: "random" (logits with a standard deviation of 4: softmax is peaked, not flat), "equal", "huge" (logits in the thousands),
-    "denormal". hole: the last row has no second page.
+    keys: "random" (logits with a standard deviation of 4: softmax is peaked, not flat), "equal", "huge" (logits in the
+    thousands), "denormal". hole: the last row has no second page.
     """
     rng = np.random.default_rng(seed)
     used = [-(-n // page_size) for n in lengths]
@@ -95,7 +95,8 @@ def make_paged(
 
 
 def random_blocks(seed: int, batch: int, kv_heads: int, num_blocks: int, width: int) -> jnp.ndarray:
-    """Per KV head a list of distinct blocks in no order with -1 strewn in; the last row lists nothing for its first head."""
+    """Per KV head a list of distinct blocks in no order with -1 strewn in; the last row lists nothing for its first
+    head."""
     rng = np.random.default_rng(seed)
     ids = np.full((batch, kv_heads, width), -1, np.int32)
     for row in range(batch):
@@ -116,8 +117,8 @@ def lists_for(paged: Paged, listed: int, block_size: int, per_query: bool = Fals
 
 
 def tiles_apart(paged: Paged, blocks, block_size: int) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
-    """k and v with the tiles of a page in another frame for each KV head, NaN in all other tiles; and the `block_frames` of `blocks`
-    `[B, K, W]`."""
+    """k and v with the tiles of a page in another frame for each KV head, NaN in all other tiles; and the
+    `block_frames` of `blocks` `[B, K, W]`."""
     rng, (pages, heads, page_size, _) = np.random.default_rng(4), paged.k.shape
     frame_of, pools = np.stack([rng.permutation(pages + 3)[:pages] for _ in range(heads)], 1).astype(np.int32), []
     for x in (paged.k, paged.v):
@@ -151,7 +152,8 @@ def assert_lse_close(lse, ref) -> None:
 
 
 def assert_chunk_close(found, ref, starts, lengths, tolerance: float) -> None:
-    """(out, lse) of a chunk: close where a query is one of the sequence, finite everywhere. A sequence of length 0 has no padding."""
+    """(out, lse) of a chunk: close where a query is one of the sequence, finite everywhere. A sequence of length 0 has
+    no padding."""
     starts, lengths, found, ref = jax.tree.map(np.asarray, (starts, lengths, found, ref))
     position = starts[:, None] + np.arange(ref[0].shape[1])
     meant = (position < lengths[:, None]) | (lengths[:, None] == 0)
@@ -180,7 +182,8 @@ def ragged_lists(seed: int, shape: tuple[int, int, int], num_blocks: int, width:
 
 
 def tiles_with_lists(paged: Paged, starts, *, window, block_size: int, query_tile: int, lists: int) -> tuple[tuple, dict]:
-    """Positional arguments and keywords of block_sparse_attention; lists: how wide. Two of the blocks that are listed do not exist."""
+    """Positional arguments and keywords of block_sparse_attention; lists: how wide. Two of the blocks that are listed
+    do not exist."""
     batch, num_queries, num_heads = paged.q.shape[:3]
     num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // block_size + 2
     blocks = ragged_lists(1, (batch, -(-num_queries // query_tile), num_heads), num_blocks, lists)
@@ -189,7 +192,8 @@ def tiles_with_lists(paged: Paged, starts, *, window, block_size: int, query_til
 
 
 def chunk_checker(arguments: Callable, reference: Callable, slack: float = 1) -> Callable:
-    """(op, case) -> asserts that out and LSE of a chunk are the reference's. slack: times the rounding of the results."""
+    """(op, case) -> asserts that out and LSE of a chunk are the reference's. slack: times the rounding of the
+    results."""
     expected = functools.cache(lambda case: reference(*arguments(case)[0], **arguments(case)[1]))
 
     def run(op: Callable, case: str) -> None:
@@ -213,8 +217,9 @@ def moved_pages(k, v, table) -> tuple[jnp.ndarray, ...]:
 
 
 def assert_chunk_bits_stand(against: str, op: Callable, arrays: tuple) -> None:
-    """What a row gets from a chunk of 8 rows keeps its bits: called again; on a wider table; beside other queries, pages and lengths from
-    nothing to full tables; with its tokens on other pages; whatever is written after it, or never."""
+    """What a row gets from a chunk of 8 rows keeps its bits: called again; on a wider table; beside other queries,
+    pages and lengths from nothing to full tables; with its tokens on other pages; whatever is written after it, or
+    never."""
     q, k, v, table, starts, lengths = map(np.asarray, arrays)
     once = op(*arrays)
     if against == "again":
@@ -241,7 +246,8 @@ def assert_chunk_bits_stand(against: str, op: Callable, arrays: tuple) -> None:
 
 
 def huge_pool(num_pages: int, page: tuple[int, ...], named: dict[int, np.ndarray]) -> jnp.ndarray:
-    """A float16 pool that is zero but for a few pages. Memory is taken only by what is touched: no copy is made on the way into JAX."""
+    """A float16 pool that is zero but for a few pages. Memory is taken only by what is touched: no copy is made on the
+    way into JAX."""
     size = num_pages * int(np.prod(page))
     try:
         memory = mmap.mmap(-1, 2 * size)
@@ -256,7 +262,8 @@ def huge_pool(num_pages: int, page: tuple[int, ...], named: dict[int, np.ndarray
 
 
 def must_fail(check: Callable[..., None], op: Callable, cases: dict) -> None:
-    """Run a suite's own check over all its cases on a mutant; at least one has to fail, and none may crash otherwise."""
+    """Run a suite's own check over all its cases on a mutant; at least one has to fail, and none may crash
+    otherwise."""
     for case in cases:
         try:
             check(op, case)
@@ -293,7 +300,8 @@ def tools():
 
 @pytest.fixture(params=["wgmma", "without wgmma"])
 def tensor_cores(request):
-    """For tests on a Hopper GPU of kernels that have two forms: Hopper's, and its successors', which Hopper can run, too."""
+    """For tests on a Hopper GPU of kernels that have two forms: Hopper's, and its successors', which Hopper can run,
+    too."""
     with contextlib.nullcontext() if request.param == "wgmma" else dispatch.forced(dispatch.BLACKWELL):
         yield request.param
 
@@ -307,8 +315,9 @@ def nvidia() -> None:
 
 @pytest.fixture
 def spill_free(tmp_path, capsys):
-    """`spill_free(cases, tight={}, launches=None)`: compile the cases for an H200, print what each kernel takes, and return that by case.
-    No register of the cases may spill, except of `tight` ones. launches: kernels of every case, if all launch as many."""
+    """`spill_free(cases, tight={}, launches=None)`: compile the cases for an H200, print what each kernel takes, and
+    return that by case. No register of the cases may spill, except of `tight` ones. launches: kernels of every case, if
+    all launch as many."""
 
     def check(cases, tight=(), launches=None):
         return cuda_kernels.check_spills("H200", tmp_path, capsys, cases, tight, launches)
@@ -318,7 +327,8 @@ def spill_free(tmp_path, capsys):
 
 @pytest.fixture(params=cuda_kernels.BLACKWELL_GPUS)
 def spill_free_on_blackwell(request, tmp_path, capsys):
-    """The same for GPUs newer than Hopper, of a kernel that has a form for them. Cases that it refuses there are printed."""
+    """The same for GPUs newer than Hopper, of a kernel that has a form for them. Cases that it refuses there are
+    printed."""
 
     def check(cases, tight=(), launches=None):
         return cuda_kernels.check_spills(request.param, tmp_path, capsys, cases, tight, launches)
@@ -338,8 +348,8 @@ def on_hopper(monkeypatch):
 
 @pytest.fixture(scope="session")
 def picked():
-    """(case, **keywords) -> by op, the implementations that dispatch picks for a call of the public op, which is traced. case: (op, arrays,
-    static), as `cuda.lower` takes them apart."""
+    """(case, **keywords) -> by op, the implementations that dispatch picks for a call of the public op, which is
+    traced. case: (op, arrays, static), as `cuda.lower` takes them apart."""
 
     def picked(case: tuple, **keywords) -> dict[str, str]:
         op, arrays, static = case
@@ -365,9 +375,9 @@ def on_tpu(monkeypatch):
     monkeypatch.setattr(dispatch, "available", functools.partial(dispatch.available, backend="tpu"))
 
 
-# The interpreter of Mosaic GPU kernels, with what it lacks for ours. All use of JAX's private interpreter is here. It lacks: `wgmma` whose
-# left operand is in registers, `pl.run_state` over an accumulator, and a look at whether what `wgmma` reads from shared memory has arrived
-# and been published. Written for jax 0.11.2 to 0.12.
+# The interpreter of Mosaic GPU kernels, with what it lacks for ours. All use of JAX's private interpreter is here. It
+# lacks: `wgmma` whose left operand is in registers, `pl.run_state` over an accumulator, and a look at whether what
+# `wgmma` reads from shared memory has arrived and been published. Written for jax 0.11.2 to 0.12.
 
 
 @pytest.fixture
@@ -380,8 +390,8 @@ def fresh_caches():
 
 @pytest.fixture
 def with_threads(request):
-    """`with_threads(name, chosen="")`: run a module of tests beside this one in a process of its own, with threads enough for kernels whose
-    warpgroups wait for each other. chosen: only tests with this in their names."""
+    """`with_threads(name, chosen="")`: run a module of tests beside this one in a process of its own, with threads
+    enough for kernels whose warpgroups wait for each other. chosen: only tests with this in their names."""
 
     def run(name: str, chosen: str = "") -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, request.path.parent / name]
@@ -393,8 +403,9 @@ def with_threads(request):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """`interpreter.params`, to be given as `interpret=`; `interpreter.finished(op, ...)`, the results of a call, and AssertionError if a
-    kernel was stopped; `interpreter.races_found()`. Kernels run on the CPU whatever else there is."""
+    """`interpreter.params`, to be given as `interpret=`; `interpreter.finished(op, ...)`, the results of a call, and
+    AssertionError if a kernel was stopped; `interpreter.races_found()`. Kernels run on the CPU whatever else there
+    is."""
 
     def finished(op: Callable, *arrays, **static):
         try:
@@ -461,7 +472,8 @@ def _extend(monkeypatch):
 
     @gpu_callbacks.fail_on_exception
     def check_read(token, thread, key, transforms, *, source_info):
-        """A read by the asynchronous proxy. Not remembered: the interpreter does not know when `wgmma` is done with its operands."""
+        """A read by the asynchronous proxy. Not remembered: the interpreter does not know when `wgmma` is done with its
+        operands."""
         memory, races = gpu_callbacks._get_shared_memory(), gpu_callbacks.get_races()
         key = gpu_callbacks.HostAllocationKey.from_array(key)
         access = memory.access(key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms)))

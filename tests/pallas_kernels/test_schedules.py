@@ -1,7 +1,7 @@
 """How many CTAs share a piece of work: exact numbers, by op, shapes and multiprocessors of the GPU.
 
-Splits decide in what order sums are added, so they decide bits. Another number here is other bits on that GPU. The columns are those of
-`GPUS`; without an NVIDIA GPU kernels are lowered for the first.
+Splits decide in what order sums are added, so they decide bits. Another number here is other bits on that GPU. The
+columns are those of `GPUS`; without an NVIDIA GPU kernels are lowered for the first.
 """
 
 import dataclasses
@@ -183,7 +183,8 @@ def test_teams_of_project_tokens(case, column):
 
 
 def test_what_no_number_of_multiprocessors_changes():
-    """Sizes that are the same on every GPU: tiles, CTAs of a page's copy, of a look-up, and pieces that devices exchange."""
+    """Sizes that are the same on every GPU: tiles, CTAs of a page's copy, of a look-up, and pieces that devices
+    exchange."""
     assert (prefill_fold.ROWS, prefill_fold.FOLDERS, select_tiles.ROWS, select_tiles.TILE) == (64, 2, 64, 128)
     assert (block_mass.KEYS, block_mass.QUERIES, union_blocks.MAX_ENTRIES) == (64, 128, 64)
     assert (copy_tiles.SHARES, fetch_tiles.CTAS, peer_buffers.MAX_CTAS, peer_buffers.PIECE_BYTES) == (4, 8, 64, 2048)

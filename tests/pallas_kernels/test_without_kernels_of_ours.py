@@ -1,4 +1,5 @@
-"""Attention on a GPU without kernels of ours, `cudnn` for chunks and `xla` in large tiles: against references; bits; memory."""
+"""Attention on a GPU without kernels of ours, `cudnn` for chunks and `xla` in large tiles: against references; bits;
+memory."""
 
 import functools
 
@@ -77,7 +78,8 @@ def test_bits_depend_neither_on_the_table_nor_on_other_rows(tools, op, name, cas
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_temporary_arrays_fit_into_the_bound(batch):
-    """Of dense decoding at 128K tokens with the heads of a 7B model. Logits and partial results come on top of the copies."""
+    """Of dense decoding at 128K tokens with the heads of a 7B model. Logits and partial results come on top of the
+    copies."""
     table = jnp.asarray(np.random.default_rng(0).integers(0, 64, (batch, 1024)), jnp.int32)
     k = jnp.zeros((64, 4, 128, 128), jnp.bfloat16)
     arrays = jnp.zeros((batch, 1, 28, 128), jnp.bfloat16), k, k, table, jnp.full(batch, 131072, jnp.int32)

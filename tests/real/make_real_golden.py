@@ -2,7 +2,8 @@
 
     PYTHON tests/real/make_real_golden.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-PYTHON has torch, transformers and gguf. Logits are those after the last token of each prompt: the largest ones, with their ids.
+PYTHON has torch, transformers and gguf. Logits are those after the last token of each prompt: the largest ones, with
+their ids.
 """
 
 import sys
@@ -23,7 +24,8 @@ def main(file: Path) -> None:
     given = {"gguf_file": file.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **given)
-    # transformers ignores the file's `tokenizer.ggml.pre`, smollm: each digit stands alone, as in the published tokenizer and llama.cpp.
+    # transformers ignores the file's `tokenizer.ggml.pre`, smollm: each digit stands alone, as in the published
+    # tokenizer and llama.cpp.
     alone = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(alone)
     found = {"transformers": np.array(transformers.__version__)}

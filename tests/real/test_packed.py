@@ -1,4 +1,5 @@
-"""Packed weights and pages keep what the model says of a text: how often its most likely token is that of float32, with a floor for each.
+"""Packed weights and pages keep what the model says of a text: how often its most likely token is that of float32, with
+a floor for each.
 
 The floors stand a few points below what was measured; schemes that are broken on purpose stay below them.
 """

@@ -1,4 +1,5 @@
-"""The file gives what transformers computes from it: logits, greedy text, in any cut; chats; and so does the folder that it is saved to."""
+"""The file gives what transformers computes from it: logits, greedy text, in any cut; chats; and so does the folder
+that it is saved to."""
 
 import itertools
 

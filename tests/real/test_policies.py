@@ -1,4 +1,5 @@
-"""Policies, kept prefixes and host memory on the real checkpoint: what covers everything is dense, and what reads less stays near it."""
+"""Policies, kept prefixes and host memory on the real checkpoint: what covers everything is dense, and what reads less
+stays near it."""
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ def test_smaller_budgets_stay_near_dense(name, floor, forced):
 
 
 def test_a_fact_is_found_by_what_reads_every_block(engine, model, text):
-    """A budget of two blocks misses this one (`top:2` says 12345), as docs/measured/real-checkpoints.md shows at larger sizes."""
+    """A budget of two blocks misses this one (`top:2` says 12345), as docs/measured/real-checkpoints.md shows at larger
+    sizes."""
     ids = [*text[:500], *model.tokenizer.encode(FACT), *text[500:900], *model.tokenizer.encode(QUESTION)]
     said = {name: generate(engine, ids, policy=name, temperature=0.0, max_new_tokens=6) for name in ("dense", "top:16", WRONG)}
     assert ["48213" in answer for answer in said.values()] == [True, True, False]

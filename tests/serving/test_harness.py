@@ -47,8 +47,8 @@ def forward(decoder, params, tokens, given, sink, width):
 def direct_logits(model, ids, given=None, sink=0, width=0):
     """Next-token logits after each token, `[T, V]`: one full forward pass, causal.
 
-    given: the tokens from this one on see only the first `sink` tokens and the last `width`, as prefill and then decode through a
-    window see it.
+    given: the tokens from this one on see only the first `sink` tokens and the last `width`, as prefill and then decode
+    through a window see it.
     """
     padded = np.zeros(-(-len(ids) // 128) * 128, np.int32)
     padded[: len(ids)] = ids
@@ -234,7 +234,8 @@ def test_a_beginning_token_is_not_written_twice(lm, monkeypatch):
 
 
 def test_it_is_a_model_of_the_harness_where_that_is_installed(tmp_path, monkeypatch, engine):
-    """A stand-in for lm_eval with its abstract base class: the adapter must derive from it and define all it asks for."""
+    """A stand-in for lm_eval with its abstract base class: the adapter must derive from it and define all it asks
+    for."""
     package = tmp_path / "lm_eval" / "api"
     package.mkdir(parents=True)
     (tmp_path / "lm_eval" / "__init__.py").touch()

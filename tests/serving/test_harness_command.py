@@ -117,7 +117,8 @@ needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, 
 
 @needs_lm_eval
 def test_lm_eval_runs_a_task_and_records_what_ran(arguments, tmp_path):
-    """Its own command line on a task of local files; the results' JSON has the scores, the checkpoint and the policy."""
+    """Its own command line on a task of local files; the results' JSON has the scores, the checkpoint and the
+    policy."""
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}}, "test_split": "test"}
     common |= {"doc_to_text": "question", "target_delimiter": ""}

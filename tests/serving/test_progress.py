@@ -1,4 +1,5 @@
-"""What progress says of the time left: it settles within a minute, whatever was compiled before and however records differ in length."""
+"""What progress says of the time left: it settles within a minute, whatever was compiled before and however records
+differ in length."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def test_a_long_compilation_is_forgotten_within_a_minute():
 
 
 def run_job(progress, clock, prompts, answers, *, prefill=0.001, step=0.05, compiling=45.0, chunk=500):
-    """A job in 8 slots, round by round. prefill: seconds for each token. step: seconds. compiling: of prefill and decode each. Returns
-    (time, time left) whenever it is asked, and the time of the end."""
+    """A job in 8 slots, round by round. prefill: seconds for each token. step: seconds. compiling: of prefill and
+    decode each. Returns (time, time left) whenever it is asked, and the time of the end."""
     said = []
     for first in range(0, len(prompts), 8):
         lines = range(first, min(first + 8, len(prompts)))
@@ -78,7 +79,8 @@ def test_the_time_left_of_a_job_goes_by_tokens():
 
 @pytest.mark.parametrize("characters", [0.25, 1, 4, 16])
 def test_no_estimate_is_far_too_short(characters):
-    """Not with tokens of single characters, nor with long ones; not when prompts are quick and steps are slow, nor after compiling."""
+    """Not with tokens of single characters, nor with long ones; not when prompts are quick and steps are slow, nor
+    after compiling."""
     clock, prompts = Clock(), [200] * 24
     work = {line: Work(tokens * characters / 4, 400) for line, tokens in enumerate(prompts)}
     progress = JobProgress(work, (), Console(file=io.StringIO()), clock)

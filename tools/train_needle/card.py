@@ -1,10 +1,11 @@
-"""Writes the figures of the model card: the marked parts of models/needle/README.md, from the JSON files that hold them.
+"""Writes the figures of the model card: the marked parts of models/needle/README.md, from the JSON files that hold
+them.
 
     python -m train_needle.card ../benchmarks/results/h200/needle-*.json ../benchmarks/results/h200/long-needles-*.json
 
-rewrites the card in place, run in tools/. The files are the engine's measurements, written by `kvjax needle`. The training runs'
-measurements are in this folder: `training_curve.jsonl` and `evaluation.json`, and of the model for 128K tokens `long_curve.jsonl` and
-`long_evaluation.json`, which are a run's `curve.jsonl` and `evaluation.json`.
+rewrites the card in place, run in tools/. The files are the engine's measurements, written by `kvjax needle`. The
+training runs' measurements are in this folder: `training_curve.jsonl` and `evaluation.json`, and of the model for 128K
+tokens `long_curve.jsonl` and `long_evaluation.json`, which are a run's `curve.jsonl` and `evaluation.json`.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _evaluation(name: str) -> str:
 
 
 def _engine(runs: Sequence[dict[str, Any]]) -> str:
-    """A table with one row per length and policy, and below it the source of the figures: one line if all lengths have as many needles."""
+    """A table with one row per length and policy, and below it the source of the figures: one line if all lengths have
+    as many needles."""
     runs = sorted(runs, key=lambda run: run["length"])
     if not runs:
         return NOTHING

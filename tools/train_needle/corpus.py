@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 SUFFIXES = (".txt", ".py")
-# pydoc_data holds the documentation in which needles are hidden by default, so it must stay unseen. The others are data, tests or packages.
+# pydoc_data holds the documentation in which needles are hidden by default, so it must stay unseen. The others are
+# data, tests or packages.
 STDLIB_SKIPPED = {"pydoc_data", "test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings"}
 
 
 def text_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The .txt and .py files in `paths`, and in folders of `paths` (sorted), as absolute paths. ValueError for a path with none."""
+    """The .txt and .py files in `paths`, and in folders of `paths` (sorted), as absolute paths. ValueError for a path
+    with none."""
     found: list[Path] = []
     for path in (Path(p).resolve() for p in paths):
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
@@ -47,7 +49,8 @@ def fingerprint(files: Sequence[Path]) -> dict[str, int]:
 
 
 def token_file(path: Path, files: Sequence[Path], tokenizer: Any) -> np.ndarray:
-    """uint16[...] tokens of all files, with <|endoftext|> (0) after each. The first call writes them to `path`; all calls map that file."""
+    """uint16[...] tokens of all files, with <|endoftext|> (0) after each. The first call writes them to `path`; all
+    calls map that file."""
     if not path.exists():
         ids: list[np.ndarray] = []
         for file in files:

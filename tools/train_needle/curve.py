@@ -16,7 +16,8 @@ from train_needle.recipe import Recipe
 class Curve:
     """Collects losses (device scalars, fetched only when a record is written) and appends records to curve.jsonl.
 
-    done: steps that are already done. Later records in the folder of a resumed run are dropped, because those steps are repeated.
+    done: steps that are already done. Later records in the folder of a resumed run are dropped, because those steps are
+    repeated.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, done: int, on_record: Callable[[dict], None] | None):
@@ -31,7 +32,8 @@ class Curve:
         self.losses.append(loss)
 
     def write(self, step: int, extra: dict) -> None:
-        """Write a record of the steps since the last record: their mean loss, and `extra`, the figures of an evaluation."""
+        """Write a record of the steps since the last record: their mean loss, and `extra`, the figures of an
+        evaluation."""
         record = {
             "step": step,
             "length": self.recipe.stage(step - 1).length,
@@ -66,7 +68,8 @@ def read_records(path: Path) -> list[dict]:
 
 
 def plot(records: Sequence[dict], recipe: Recipe, picture: Path) -> None:
-    """Draw loss, held-out text loss and needles found over steps, as a PNG. Each stage is marked with its length in tokens."""
+    """Draw loss, held-out text loss and needles found over steps, as a PNG. Each stage is marked with its length in
+    tokens."""
     with pictures.picture(picture, height=4.0) as (figure, grid):
         axes = grid[0, 0]
         found = axes.twinx()

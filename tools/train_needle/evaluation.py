@@ -1,4 +1,5 @@
-"""Checks needle answers by one forward pass, for the training run. The engine's figures come from `kvjax.evaluation.retrieval`."""
+"""Checks needle answers by one forward pass, for the training run. The engine's figures come from
+`kvjax.evaluation.retrieval`."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def answer_hits(
 ) -> np.ndarray:
     """bool[trials, answer tokens]: whether each token of the answer is the greedy one, given the right ones before it.
 
-    If all are true, free-running greedy decoding gives the right answer too. All trials must have one length, answers included. A batch is
-    split over as many of the devices (None: all of this process) as divide it evenly.
+    If all are true, free-running greedy decoding gives the right answer too. All trials must have one length, answers
+    included. A batch is split over as many of the devices (None: all of this process) as divide it evenly.
     """
     mesh, hits = batch_mesh(batch, devices), []
     params = jax.device_put(params, whole(mesh))
@@ -60,8 +61,8 @@ def needle_report(
     seed: int = 0,
     devices: Sequence[jax.Device] | None = None,
 ) -> dict:
-    """Exact match (in all, by depth, by template) and the share of right digits, for `count` trials of `length` tokens, answers
-    included. ValueError if the tokenizer does not write each digit, and the space before them, as one token."""
+    """Exact match (in all, by depth, by template) and the share of right digits, for `count` trials of `length` tokens,
+    answers included. ValueError if the tokenizer does not write each digit, and the space before them, as one token."""
     size = 1 + task.digits
     trials = task.trials(length + 1 - size, count, seed=seed)
     if any(len(t.answer_ids) != size for t in trials):

@@ -1,4 +1,5 @@
-"""Initial weights. They are random, but some heads of the first layer are set to attend to previous tokens, which shortens training."""
+"""Initial weights. They are random, but some heads of the first layer are set to attend to previous tokens, which
+shortens training."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from kvjax.models import decoder
 def structured_params(config: ModelConfig, key: Array) -> Params:
     """Float32 weights for training from scratch.
 
-    Matrices are normal with variance 1/fan-in; the two output projections are then multiplied by 0.1. Embedding rows have norm about 1, so
-    that a copied token has a high logit through the tied head from the start. Biases of q and k are normal with standard deviation 0.5.
-    The query heads of KV head 0 in layer 0 start as previous-token heads (`previous_token_heads`), because retrieval by key needs these.
+    Matrices are normal with variance 1/fan-in; the two output projections are then multiplied by 0.1. Embedding rows
+    have norm about 1, so that a copied token has a high logit through the tied head from the start. Biases of q and k
+    are normal with standard deviation 0.5. The query heads of KV head 0 in layer 0 start as previous-token heads
+    (`previous_token_heads`), because retrieval by key needs these.
     """
     named, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: decoder.init_params(config, key)))
     keys = jax.random.split(key, len(named))
@@ -42,8 +44,9 @@ def _leaf(name: str, shape: tuple[int, ...], key: Array) -> Float[Array, "..."]:
 def previous_token_heads(config: AttentionLayer, layer: Params) -> Params:
     """The layer with KV head 0 and its query heads set so that these attend 1, 2, ... G tokens back.
 
-    Their biases are keys and queries that do not depend on the token, and whose four fastest RoPE pairs have the same phase at that
-    distance. Their projections are multiplied by 0.1. RoPE pairs dimension i with i + D/2, as in the checkpoints of these families.
+    Their biases are keys and queries that do not depend on the token, and whose four fastest RoPE pairs have the same
+    phase at that distance. Their projections are multiplied by 0.1. RoPE pairs dimension i with i + D/2, as in the
+    checkpoints of these families.
     """
     group, d = config.num_heads // config.num_kv_heads, config.head_dim
     pairs = np.arange(4)

@@ -1,7 +1,7 @@
 """The training mixture: samples in which earlier tokens have to be repeated later, and plain text.
 
-Every batch depends only on (seed, step), so a resumed run sees the same batches. Uses only numpy, because worker processes import this
-module, and they must not use an accelerator.
+Every batch depends only on (seed, step), so a resumed run sees the same batches. Uses only numpy, because worker
+processes import this module, and they must not use an accelerator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RECORD = needle.Template("\n {key} = {value}", "\n {key} =")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The tokens of a needle or question around its key (two tokens) and its value: before the key, between them, after the value."""
+    """The tokens of a needle or question around its key (two tokens) and its value: before the key, between them, after
+    the value."""
 
     before: np.ndarray
     between: np.ndarray
@@ -30,8 +31,8 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that samples are made of. words, digits: int32 token ids. hashes: int64, of the words (`needle.word_hash`). needles,
-    questions: forms, one per template and one more for records."""
+    """The tokens that samples are made of. words, digits: int32 token ids. hashes: int64, of the words
+    (`needle.word_hash`). needles, questions: forms, one per template and one more for records."""
 
     words: np.ndarray
     hashes: np.ndarray
@@ -42,8 +43,8 @@ class Vocabulary:
 
     @classmethod
     def build(cls, tokenizer: Any, *, letters: int) -> Vocabulary:
-        """From a tokenizer in which each digit, and the space before a number, is one token; ValueError for others. The last form is that
-        of records."""
+        """From a tokenizer in which each digit, and the space before a number, is one token; ValueError for others. The
+        last form is that of records."""
         words = needle.vocabulary_words(tokenizer, letters=letters)
         templates = (*needle.TEMPLATES, RECORD)
         after = [t.needle.split(" {value}")[1] for t in templates]
@@ -66,7 +67,8 @@ def _single(tokenizer: Any, text: str) -> int:
 
 
 def _form(tokenizer: Any, text: str, words: tuple[str, ...]) -> Form:
-    """The three pieces around " {key}" and " {value}". ValueError if the tokenizer encodes the whole string differently."""
+    """The three pieces around " {key}" and " {value}". ValueError if the tokenizer encodes the whole string
+    differently."""
     pieces = [np.array(needle.encode(tokenizer, p) if p else [], np.int32) for p in re.split(r" \{key\}| \{value\}", text)]
     first, second = words[0], words[-1]
     whole = needle.encode(tokenizer, text.format(key=f"{first} {second}", value="70"))
@@ -78,7 +80,8 @@ def _form(tokenizer: Any, text: str, words: tuple[str, ...]) -> Form:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """A form for values of one number of digits: tokens [n], with places for a key and a value, and the loss weights [n] of the tokens."""
+    """A form for values of one number of digits: tokens [n], with places for a key and a value, and the loss weights
+    [n] of the tokens."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -105,11 +108,12 @@ class Slots:
 
 
 class Mixture:
-    """Makes samples (tokens int32[length + 1], weights float32[length]). weights[i] is the loss weight of predicting tokens[i + 1].
+    """Makes samples (tokens int32[length + 1], weights float32[length]). weights[i] is the loss weight of predicting
+    tokens[i + 1].
 
-    kinds: "needles", in running text, with questions about them; "far", in running text, with one question about each of them at its end;
-    "records", lines of one form, then only questions about them; "text", running text; "recall", pairs of random tokens, then some of these
-    pairs again; "repeats", a run of random tokens over and over.
+    kinds: "needles", in running text, with questions about them; "far", in running text, with one question about each
+    of them at its end; "records", lines of one form, then only questions about them; "text", running text; "recall",
+    pairs of random tokens, then some of these pairs again; "repeats", a run of random tokens over and over.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: np.ndarray, *, seed: int, text_weight: float, answer_weight: float):
@@ -163,9 +167,9 @@ class Mixture:
     def needles(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Needles and questions in running text. The first of them is a needle, the last a question.
 
-        In half of the samples they are mixed in random order. In the other half, as in a trial, all needles come first; then half of these
-        samples ask at the end, the others in the last tenth. Values have 1 to 5 digits. A sample has mixed templates, or one template for
-        all; then all other needles are distractors of a question.
+        In half of the samples they are mixed in random order. In the other half, as in a trial, all needles come first;
+        then half of these samples ask at the end, the others in the last tenth. Values have 1 to 5 digits. A sample has
+        mixed templates, or one template for all; then all other needles are distractors of a question.
         """
         most = max(2, min(length // 48, 48), length // 128)
         count = int(np.exp(rng.uniform(0, np.log(most + 1))))
@@ -187,8 +191,9 @@ class Mixture:
     def far(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Needles in running text, then one question about each of them, in random order, up to the end.
 
-        In `needles`, a needle may be asked for several times. Then later answers can be copied from the first one, a short way back. Here
-        every answer has to come from the needle, and most needles are far from the questions: 71% of them are in the text's first half.
+        In `needles`, a needle may be asked for several times. Then later answers can be copied from the first one, a
+        short way back. Here every answer has to come from the needle, and most needles are far from the questions: 71%
+        of them are in the text's first half.
         """
         most = max(1, length // 128)
         count = int(rng.integers(1, most + 1))
@@ -249,7 +254,8 @@ class Mixture:
         return np.concatenate([*tokens, text[done:]]), np.concatenate([*weights, plain[done:]])[1:]
 
     def records(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Up to 64 records of one form, then questions about random ones of them to the end. So a sample has many answers."""
+        """Up to 64 records of one form, then questions about random ones of them to the end. So a sample has many
+        answers."""
         form = len(needle.TEMPLATES) if rng.random() < 0.6 else int(rng.integers(len(needle.TEMPLATES)))
         digits = int(rng.integers(1, MAX_DIGITS + 1))
         line, asked = self._lines[form][digits - 1], self._asked_lines[form][digits - 1]

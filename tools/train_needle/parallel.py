@@ -14,7 +14,8 @@ AXIS = "batch"
 
 
 def batch_mesh(batch: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with one axis, `AXIS`, of as many of the devices as divide `batch` evenly. devices: None: all that this process has."""
+    """A mesh with one axis, `AXIS`, of as many of the devices as divide `batch` evenly. devices: None: all that this
+    process has."""
     devices = jax.local_devices() if devices is None else devices
     count = max(n for n in range(1, len(devices) + 1) if batch % n == 0)
     return Mesh(np.array(devices[:count]), (AXIS,))
@@ -31,7 +32,8 @@ def split(mesh: Mesh) -> NamedSharding:
 
 
 def on_each(function: Callable, mesh: Mesh, arrays: int, *, joined: bool) -> Callable:
-    """`function(params, *arrays)` on every device at once, with all of `params` and the device's rows of each of the arrays.
+    """`function(params, *arrays)` on every device at once, with all of `params` and the device's rows of each of the
+    arrays.
 
     joined: whether results are rows, which are put together again; otherwise all devices must have the same (`total`).
     """
@@ -49,8 +51,9 @@ def compiled(function: Any, mesh: Mesh, *arguments: Any) -> Callable:
 
 
 def check_memory(needed: int, devices: Iterable[jax.Device]) -> None:
-    """MemoryError if a device has fewer bytes free than a program needs there beside its arguments. Devices that do not say, as CPUs, are
-    left out. It comes before the program: one device that fails inside leaves the others waiting for it in an exchange, for ever."""
+    """MemoryError if a device has fewer bytes free than a program needs there beside its arguments. Devices that do not
+    say, as CPUs, are left out. It comes before the program: one device that fails inside leaves the others waiting for
+    it in an exchange, for ever."""
     for device in devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats and needed > (free := stats["bytes_limit"] - stats["bytes_in_use"]):

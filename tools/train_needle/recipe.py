@@ -1,4 +1,5 @@
-"""All numbers of a training run in one frozen dataclass: the model's sizes, the data, the stages, the learning rates."""
+"""All numbers of a training run in one frozen dataclass: the model's sizes, the data, the stages, the learning
+rates."""
 
 from __future__ import annotations
 
@@ -10,16 +11,18 @@ from kvjax.model.rope import mscale
 
 WARM_UP = {"repeats": 0.6, "recall": 0.4}
 MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}
-# At these lengths one sequence of records has thousands of answers, and would outweigh the few needles of the other sequences.
+# At these lengths one sequence of records has thousands of answers, and would outweigh the few needles of the other
+# sequences.
 LONG_MIXTURE = {"needles": 0.60, "records": 0.12, "text": 0.20, "recall": 0.04, "repeats": 0.04}
-# The loss of a batch is one weighted mean. A sequence of records, recall or repeats weighs several times as much as one of needles. If
-# these kinds were as frequent as above, needles would hardly count in most batches of four or eight.
+# The loss of a batch is one weighted mean. A sequence of records, recall or repeats weighs several times as much as one
+# of needles. If these kinds were as frequent as above, needles would hardly count in most batches of four or eight.
 FAR_MIXTURE = {"far": 0.45, "needles": 0.37, "text": 0.12, "records": 0.02, "recall": 0.02, "repeats": 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """`steps` steps of `batch` sequences of `length` tokens; mixture: the share of each kind of sample (see `mixture.Mixture`)."""
+    """`steps` steps of `batch` sequences of `length` tokens; mixture: the share of each kind of sample (see
+    `mixture.Mixture`)."""
 
     length: int
     batch: int
@@ -37,13 +40,14 @@ class Stage:
 class Recipe:
     """A Qwen2-style decoder and its length curriculum.
 
-    matrix_rate, other_rate: peak learning rates of Muon (matrices) and Adam (embedding, norms, biases). Both warm up over the first
-    fortieth of all steps, and fall linearly to a twentieth of the peak over the last `decay` (a share of the steps). text_weight,
-    answer_weight: loss weights of running text and of tokens that repeat earlier ones. key_letters: letters of the shortest word in a key.
-    evaluate_every, checkpoint_every: steps; both also happen at the end of each stage. distractors: needles besides the target in an
-    evaluated haystack (fewer while short lengths are trained). final_lengths, final_trials: of the evaluation after the last step. start: a
-    model with weights of these sizes and a tokenizer, which training goes on from; None: training begins with `structured_params`.
-    rope_scaling: how the positions of the model to start from are stretched; None: not at all.
+    matrix_rate, other_rate: peak learning rates of Muon (matrices) and Adam (embedding, norms, biases). Both warm up
+    over the first fortieth of all steps, and fall linearly to a twentieth of the peak over the last `decay` (a share of
+    the steps). text_weight, answer_weight: loss weights of running text and of tokens that repeat earlier ones.
+    key_letters: letters of the shortest word in a key. evaluate_every, checkpoint_every: steps; both also happen at the
+    end of each stage. distractors: needles besides the target in an evaluated haystack (fewer while short lengths are
+    trained). final_lengths, final_trials: of the evaluation after the last step. start: a model with weights of these
+    sizes and a tokenizer, which training goes on from; None: training begins with `structured_params`. rope_scaling:
+    how the positions of the model to start from are stretched; None: not at all.
     """
 
     name: str
@@ -146,15 +150,16 @@ NEEDLE = Recipe(
     ),
 )
 
-# Training goes on from the embedded model. It finds a needle's key by rotated pairs that hardly turn: 12 of the 32 pairs of a head turn
-# less than once in the 32,768 tokens that it was trained for. In 131,072 tokens four of these turn more than once, and one more than half
-# a turn: a key that is far back would no longer match. YaRN slows exactly the 12 by four, so that in 131,072 tokens they turn as far as
-# they did in 32,768, keeps the 12 fastest, by which the model finds neighbours, and blends the 8 between. (Another base, 4.2 times as
-# large, would turn the fastest of the 12 1.6 times as far as they did, and change the fast pairs too.) The attention factor is YaRN's own:
-# logits 1.3 times as large, because four times as many keys share the attention.
+# Training goes on from the embedded model. It finds a needle's key by rotated pairs that hardly turn: 12 of the 32
+# pairs of a head turn less than once in the 32,768 tokens that it was trained for. In 131,072 tokens four of these turn
+# more than once, and one more than half a turn: a key that is far back would no longer match. YaRN slows exactly the 12
+# by four, so that in 131,072 tokens they turn as far as they did in 32,768, keeps the 12 fastest, by which the model
+# finds neighbours, and blends the 8 between. (Another base, 4.2 times as large, would turn the fastest of the 12 1.6
+# times as far as they did, and change the fast pairs too.) The attention factor is YaRN's own: logits 1.3 times as
+# large, because four times as many keys share the attention.
 #
-# Rates are half of those of the embedded model: there is little to learn, a step has up to 524,288 tokens, and steps are few. The last
-# stage is for shorter prompts. It is short, at low rates, so that the longest ones lose little by it.
+# Rates are half of those of the embedded model: there is little to learn, a step has up to 524,288 tokens, and steps
+# are few. The last stage is for shorter prompts. It is short, at low rates, so that the longest ones lose little by it.
 NEEDLE_128K = dataclasses.replace(
     NEEDLE,
     name="needle-128k",

@@ -13,10 +13,11 @@ PAD = "<|pad|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A `tokenizers.Tokenizer` of `vocab_size` tokens. <|endoftext|> is 0 and <|pad|> is 1. ValueError if the text gives fewer tokens.
+    """A `tokenizers.Tokenizer` of `vocab_size` tokens. <|endoftext|> is 0 and <|pad|> is 1. ValueError if the text
+    gives fewer tokens.
 
-    Digits are split off before words, so " is 48213" becomes " is", " ", "4", "8", ... So a text that is cut before the space of a number
-    has the same tokens as the whole.
+    Digits are split off before words, so " is 48213" becomes " is", " ", "4", "8", ... So a text that is cut before the
+    space of a number has the same tokens as the whole.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

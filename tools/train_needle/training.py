@@ -1,4 +1,5 @@
-"""Trains the needle model: `train(recipe, text, held_out, folder)` begins or resumes a run and exports the model in Hugging Face format."""
+"""Trains the needle model: `train(recipe, text, held_out, folder)` begins or resumes a run and exports the model in
+Hugging Face format."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LOG_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data of a run: the tokens that samples are made of, the file of training tokens (workers map it), and held-out tokens."""
+    """The data of a run: the tokens that samples are made of, the file of training tokens (workers map it), and
+    held-out tokens."""
 
     vocabulary: Vocabulary
     train_path: Path
@@ -60,16 +62,18 @@ def train(
     on_record: Callable[[dict], None] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Path | None:
-    """Train by the recipe, or go on where an earlier call for the same folder stopped. Returns the folder of the exported model.
+    """Train by the recipe, or go on where an earlier call for the same folder stopped. Returns the folder of the
+    exported model.
 
-    text, held_out: files, or folders of .txt and .py files. Needles are evaluated in held_out. Training leaves out its files, even if they
-    are in a folder of text. with_python_sources: also train on the standard library's sources. folder: gets tokenizer.json, the texts as
-    tokens, checkpoints, curve.jsonl, curve.png, evaluation.json and model/. workers: processes that make batches. stop_at: stop after this
-    many steps, with a checkpoint, and return None. on_record: called with every record of the curve as it is written.
-    devices: that may be used; None: all of this process. A stage's batches are split over as many of them as divide a batch evenly.
+    text, held_out: files, or folders of .txt and .py files. Needles are evaluated in held_out. Training leaves out its
+    files, even if they are in a folder of text. with_python_sources: also train on the standard library's sources.
+    folder: gets tokenizer.json, the texts as tokens, checkpoints, curve.jsonl, curve.png, evaluation.json and model/.
+    workers: processes that make batches. stop_at: stop after this many steps, with a checkpoint, and return None.
+    on_record: called with every record of the curve as it is written. devices: that may be used; None: all of this
+    process. A stage's batches are split over as many of them as divide a batch evenly.
 
-    A resumed run sees the same batches as an uninterrupted one, and on the CPU, with as many devices, ends with the same bits. It may have
-    other devices. Raises ValueError if the folder holds a run of another recipe or other text.
+    A resumed run sees the same batches as an uninterrupted one, and on the CPU, with as many devices, ends with the
+    same bits. It may have other devices. Raises ValueError if the folder holds a run of another recipe or other text.
     """
     folder = Path(folder)
     data = prepare(recipe, text, held_out, folder, with_python_sources=with_python_sources)
@@ -84,7 +88,8 @@ def train(
 
 
 def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str | Path], folder: Path, *, with_python_sources: bool) -> Data:
-    """Find the text, train the tokenizer and encode the text. A later call for the same folder reads tokenizer and tokens from there.
+    """Find the text, train the tokenizer and encode the text. A later call for the same folder reads tokenizer and
+    tokens from there.
 
     ValueError if every file of `text` is held out, and as `train` if the folder holds another run.
     """
@@ -115,8 +120,8 @@ PREPARED = "tokenizer.json", "train.npy", "held_out.npy"
 
 
 def _same_run(folder: Path, run: dict) -> None:
-    """Write `run` to a new folder, or raise ValueError if the folder holds another run. One without a checkpoint was refused or stopped
-    before it took a step that it could go on from: the new one takes its place."""
+    """Write `run` to a new folder, or raise ValueError if the folder holds another run. One without a checkpoint was
+    refused or stopped before it took a step that it could go on from: the new one takes its place."""
     path, run = folder / "run.json", json.loads(json.dumps(run))
     before = json.loads(path.read_text()) if path.exists() else run
     other = next((name for name in run if before.get(name) != run[name]), None)
@@ -129,13 +134,15 @@ def _same_run(folder: Path, run: dict) -> None:
 
 
 def training_mix(recipe: Recipe) -> Mix:
-    """Causal attention: cuDNN's for bfloat16 on a GPU (memory linear in the length), else XLA's (for short lengths only)."""
+    """Causal attention: cuDNN's for bfloat16 on a GPU (memory linear in the length), else XLA's (for short lengths
+    only)."""
     implementation = "cudnn" if jax.default_backend() == "gpu" and recipe.compute_dtype == "bfloat16" else None
     return causal_mix(implementation)
 
 
 def schedule(peak: float, recipe: Recipe) -> optax.Schedule:
-    """The learning rate by step: warm-up, constant, linear decay ("WSD"), with lengths from the recipe's number of steps."""
+    """The learning rate by step: warm-up, constant, linear decay ("WSD"), with lengths from the recipe's number of
+    steps."""
     warm, decay = max(10, recipe.steps // 40), int(recipe.steps * recipe.decay)
     parts = [optax.linear_schedule(0, peak, warm), optax.constant_schedule(peak), optax.linear_schedule(peak, peak * 0.05, decay)]
     return optax.join_schedules(parts, [warm, recipe.steps - decay])
@@ -157,10 +164,11 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def weighted_loss(
     decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Weighted sum of the cross-entropy of each next token, in nats. params: float32. Computed in the model's compute_dtype."""
+    """Weighted sum of the cross-entropy of each next token, in nats. params: float32. Computed in the model's
+    compute_dtype."""
     given, wanted, dtype = tokens[:, :-1], tokens[:, 1:], decoder.config.compute_dtype
-    # Embeddings are looked up here, and passed on as a table with one row per token. So the gradient of the lookup is summed in float32:
-    # it adds up thousands of rows for a frequent token, and bfloat16 would round most of them away.
+    # Embeddings are looked up here, and passed on as a table with one row per token. So the gradient of the lookup is
+    # summed in float32: it adds up thousands of rows for a frequent token, and bfloat16 would round most of them away.
     rows = params["embed"][given].astype(dtype).reshape(given.size, -1)
     cast = jax.tree.map(lambda x: x.astype(dtype), params)
     positions = jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape)
@@ -170,9 +178,11 @@ def weighted_loss(
 
 
 def make_update(decoder: TransformerDecoder, mix: Mix, optimiser: optax.GradientTransformation, mesh: Mesh) -> Callable:
-    """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss), on the devices of `batch_mesh`. DONATES params, opt_state.
+    """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss), on the devices of `batch_mesh`. DONATES
+    params, opt_state.
 
-    loss: the mean over the whole batch, weighted. Each device computes the gradient of its sequences; the sum is the same on all of them.
+    loss: the mean over the whole batch, weighted. Each device computes the gradient of its sequences; the sum is the
+    same on all of them.
     """
     loss = functools.partial(weighted_loss, decoder, mix)
 
@@ -237,7 +247,8 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
 
 
 def first_params(recipe: Recipe, decoder: TransformerDecoder) -> Params:
-    """Float32 weights that training begins with. ValueError for a model to start from that has other sizes than the recipe."""
+    """Float32 weights that training begins with. ValueError for a model to start from that has other sizes than the
+    recipe."""
     if recipe.start is None:
         return structured_params(decoder.config, jax.random.key(recipe.seed))
     params = load(recipe.start, dtype="float32").params
@@ -273,7 +284,8 @@ def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, s
 
 
 def evaluate(recipe: Recipe, data: Data, decoder, mix, params: Params, folder: Path, on_record, devices=None) -> dict:
-    """Write the final figures to evaluation.json and return them: held-out needles in held-out text, at each final length of the recipe."""
+    """Write the final figures to evaluation.json and return them: held-out needles in held-out text, at each final
+    length of the recipe."""
     cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
     biggest = max(s.length * s.batch for s in recipe.stages)
     figures = {"recipe": recipe.name, "steps": recipe.steps, "tokens": recipe.tokens(recipe.steps), "trials": recipe.final_trials}

@@ -21,7 +21,8 @@ _mixture: Mixture
 
 
 def make_mixture(recipe: Recipe, vocabulary: Vocabulary, tokens_path: Path) -> Mixture:
-    """The recipe's mixture over a token file. The file is mapped, so that workers share its memory. ValueError if it is too short."""
+    """The recipe's mixture over a token file. The file is mapped, so that workers share its memory. ValueError if it is
+    too short."""
     text = np.load(tokens_path, mmap_mode="r")
     longest = max(s.length for s in recipe.stages) + 1
     if len(text) <= longest:
@@ -50,8 +51,8 @@ def batches(
 ) -> Iterator[Iterator[tuple[np.ndarray, np.ndarray]]]:
     """A context with an iterator over the batches of steps first..last-1, in order. Workers end with the context.
 
-    workers: processes (0: none, batches are made here; None: `default_workers()`). They are spawned, because forking is unsafe once an
-    accelerator is in use.
+    workers: processes (0: none, batches are made here; None: `default_workers()`). They are spawned, because forking is
+    unsafe once an accelerator is in use.
     """
     workers = default_workers() if workers is None else workers
     if workers == 0:

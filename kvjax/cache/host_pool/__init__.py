@@ -8,7 +8,8 @@ import dataclasses
 @dataclasses.dataclass(frozen=True)
 class FrameCounts:
     """Frames of a layer group, in this order: on the device; there too, for copies of the host's tiles
-    (`kvjax.cache.host_pool.hot_buffer`); in host memory. There are as many pages as frames of the first and the last kind."""
+    (`kvjax.cache.host_pool.hot_buffer`); in host memory. There are as many pages as frames of the first and the last
+    kind."""
 
     device: int
     hot: int

@@ -1,9 +1,10 @@
-"""Where the pages of a layer group lie: in frames of device memory, or in frames of host memory, which kernels read in place.
+"""Where the pages of a layer group lie: in frames of device memory, or in frames of host memory, which kernels read in
+place.
 
-A page gets a frame when it is first written, on the device. When the device has none left, another one moves to host memory: one that no
-sequence holds any more, or else the one that has been there longest. A page's id stays the same for its life; only its frame changes. Pages
-that were copied there ahead go first: these only change their frame. When the device has room again, pages come back. They also change
-places with pages there that no sequence holds.
+A page gets a frame when it is first written, on the device. When the device has none left, another one moves to host
+memory: one that no sequence holds any more, or else the one that has been there longest. A page's id stays the same for
+its life; only its frame changes. Pages that were copied there ahead go first: these only change their frame. When the
+device has room again, pages come back. They also change places with pages there that no sequence holds.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ class Frames:
 
     spare: frames of the device that pages do not come back to, because new pages need them soon.
 
-    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set this to False. moved,
-    returned: pages that moved to host memory so far, and that came back. evict: releases so many of the pages that no sequence holds, as
-    far as there are any. arrived: says whether all copies of pages are there. arrive: waits until they are. give_up: called with a frame
-    whose copy is not wanted; afterwards nothing may write to it (`kvjax.cache.host_pool.async_copies`).
+    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set
+    this to False. moved, returned: pages that moved to host memory so far, and that came back. evict: releases so many
+    of the pages that no sequence holds, as far as there are any. arrived: says whether all copies of pages are there.
+    arrive: waits until they are. give_up: called with a frame whose copy is not wanted; afterwards nothing may write to
+    it (`kvjax.cache.host_pool.async_copies`).
     """
 
     def __init__(self, counts: FrameCounts, spare: int = 0):
@@ -61,9 +63,9 @@ class Frames:
         return self.counts.host - len(self._free_host) - len(self._ahead)
 
     def bind(self, pages: Sequence[int], *, wait: bool = True) -> None:
-        """Give each of these pages, which are going to be written, a frame if it has none, on the device if possible. Other pages may have
-        to move: see `take_moves`. wait: for the copies of pages that were copied ahead, as for a chunk of prefill. False: rather move
-        others, as for a step, which needs few pages."""
+        """Give each of these pages, which are going to be written, a frame if it has none, on the device if possible.
+        Other pages may have to move: see `take_moves`. wait: for the copies of pages that were copied ahead, as for a
+        chunk of prefill. False: rather move others, as for a step, which needs few pages."""
         for page in pages:
             self._forget_copy(page)
         new = [page for page in pages if page >= 0 and self.frame_of[page] < 0]
@@ -92,7 +94,8 @@ class Frames:
             self.frame_of[page], self.changed, self._searched = -1, True, False
 
     def idle(self, pages: Iterable[int]) -> None:
-        """No sequence holds these pages any more, but what they hold is kept: on the device they make room first, in this order."""
+        """No sequence holds these pages any more, but what they hold is kept: on the device they make room first, in
+        this order."""
         for page in pages:
             if page in self._back:
                 self._forget_copy(page)
@@ -106,8 +109,8 @@ class Frames:
             self._idle.pop(page, None)
 
     def take_moves(self) -> Int[np.ndarray, "n 2"]:
-        """Frames whose bytes have to be copied, from and to, before anything is written to a page that was bound since the last call. No
-        frame is written to twice, or read after it was written to."""
+        """Frames whose bytes have to be copied, from and to, before anything is written to a page that was bound since
+        the last call. No frame is written to twice, or read after it was written to."""
         moves, self._moves = np.array(list(self._moves.values()), np.int32).reshape(-1, 2), {}
         return moves
 
@@ -116,9 +119,9 @@ class Frames:
         return max(0, min(count - len(self._free_device) - len(self._ahead), len(self._free_host)))
 
     def copy_ahead(self, sealed: Collection[int], count: int) -> Int[np.ndarray, "n 2"]:
-        """Choose up to `count` of the sealed pages to make room on the device: those that no sequence holds, then those that have been
-        there longest. Returns frames whose bytes have to be copied, from and to, before `arrive` returns. Until `bind` needs the room,
-        these pages stay where they are."""
+        """Choose up to `count` of the sealed pages to make room on the device: those that no sequence holds, then those
+        that have been there longest. Returns frames whose bytes have to be copied, from and to, before `arrive`
+        returns. Until `bind` needs the room, these pages stay where they are."""
         most = min(count, len(self._free_host))
         ordered = dict.fromkeys(itertools.chain(self._idle, self._there))
         chosen = [page for page in ordered if page in sealed and page not in self._ahead][:most]
@@ -134,9 +137,9 @@ class Frames:
         return max(0, min(len(self._free_device) - self._spare, self.on_host))
 
     def bring_back(self, sealed: Iterable[int], count: int) -> Int[np.ndarray, "n 2"]:
-        """Choose up to `count` of the sealed pages, the first ones of those in host memory, to come back to the device. Returns frames
-        whose bytes have to be copied, from and to, before `have_come_back` is called. Until then these pages stay where they are. No move
-        may be left to take."""
+        """Choose up to `count` of the sealed pages, the first ones of those in host memory, to come back to the device.
+        Returns frames whose bytes have to be copied, from and to, before `have_come_back` is called. Until then these
+        pages stay where they are. No move may be left to take."""
         count = min(count, self.room)
         for page in sealed:
             if len(self._back) == count:
@@ -152,9 +155,10 @@ class Frames:
         return 0 if self._back or self._searched else min(len(self._idle), self.on_host)
 
     def exchange(self, sealed: Iterable[int], count: int) -> list[Int[np.ndarray, "n 2"]]:
-        """Let up to `count` of the sealed pages, the first ones of those in host memory, change places with pages on the device that no
-        sequence holds. Returns frames whose bytes have to be copied, from and to, one array after the other; in none of them a frame is
-        both read and written. No move may be left to take. If no frame is free, a few pages are evicted to have one on the way."""
+        """Let up to `count` of the sealed pages, the first ones of those in host memory, change places with pages on
+        the device that no sequence holds. Returns frames whose bytes have to be copied, from and to, one array after
+        the other; in none of them a frame is both read and written. No move may be left to take. If no frame is free, a
+        few pages are evicted to have one on the way."""
         there = (page for page in sealed if self.frame_of[page] >= self.counts.border)
         wanted = list(dict.fromkeys(itertools.islice(there, count)))
         if wanted and not (self._free_device or self._free_host):
@@ -209,9 +213,9 @@ class Frames:
         return len(self._moves)
 
     def _move_out(self, kept: Collection[int], wait: bool) -> None:
-        """Make room on the device, without the pages of `kept`. A page that was on its way there stays in host memory; or else one that was
-        copied ahead moves there; or else one that no sequence holds; or else the one that has been on the device longest. Nothing if none
-        is left, or host memory is full."""
+        """Make room on the device, without the pages of `kept`. A page that was on its way there stays in host memory;
+        or else one that was copied ahead moves there; or else one that no sequence holds; or else the one that has been
+        on the device longest. Nothing if none is left, or host memory is full."""
         if self._back:
             self._forget_copy(next(iter(self._back)))
             return

@@ -1,8 +1,9 @@
 """The hot buffer: copies in device memory of the host's tiles that steps read lately, for each layer and KV head.
 
-It works like the cache of a processor. A tile, one KV head of a sealed page, may lie in a few places, which follow from its page's id. A
-step looks up the tiles that it lists, copies those that are missing from host memory in place of the tiles that were unused longest, and
-then attends. Tiles that find no place are read in host memory. So what the buffer holds never changes a result.
+It works like the cache of a processor. A tile, one KV head of a sealed page, may lie in a few places, which follow from
+its page's id. A step looks up the tiles that it lists, copies those that are missing from host memory in place of the
+tiles that were unused longest, and then attends. Tiles that find no place are read in host memory. So what the buffer
+holds never changes a result.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from pallas_kernels.cache.place_tiles import WAYS
 from pallas_kernels.core.pages import Pages
 
 WORD = 30
-"""Bits of the lower word of a counter. A step counts fewer than 2 ** WORD tiles of a layer, so their sum fits into 31 bits."""
+"""Bits of the lower word of a counter. A step counts fewer than 2 ** WORD tiles of a layer, so their sum fits into 31
+bits."""
 
 
 @flax.struct.dataclass
 class HotTiles:
     """What one layer's hot buffer holds. tags: page ids, -1 where there is none. ages: the step that used a tile last.
 
-    Tile (h, s, w) is head h of frame `first + s * WAYS + w`, in device memory. Shared by all sequences, because a sealed page does not
-    change. A page whose id gets a new content must be forgotten first (`forget`).
+    Tile (h, s, w) is head h of frame `first + s * WAYS + w`, in device memory. Shared by all sequences, because a
+    sealed page does not change. A page whose id gets a new content must be forgotten first (`forget`).
     """
 
     tags: Int32[Array, "K S WAYS"]
@@ -39,9 +41,9 @@ class HotTiles:
 
 @flax.struct.dataclass
 class HotBuffers:
-    """The buffers of all layers, None where a layer has none. now: steps so far. asked: for each layer, tiles of pages in host memory that
-    steps have listed so far. from_host: those of them that came, or were read, from there. Both are counted in two words (`counted`): one
-    of 32 bits is full after some hours of large batches."""
+    """The buffers of all layers, None where a layer has none. now: steps so far. asked: for each layer, tiles of pages
+    in host memory that steps have listed so far. from_host: those of them that came, or were read, from there. Both are
+    counted in two words (`counted`): one of 32 bits is full after some hours of large batches."""
 
     tiles: tuple[HotTiles | None, ...]
     now: Int32[Array, ""]
@@ -69,9 +71,9 @@ def empty_hot(kv_heads: int, first: int, frames: int) -> HotTiles | None:
 
 @flax.struct.dataclass
 class Fetched:
-    """What a layer's step listed: the frame in which each tile lies now, the sources of the tiles that were copied, -1 where none was, and
-    the layer whose buffer this was. border: frames from this one on lie in host memory; first: those from this one on lie there or in the
-    buffer."""
+    """What a layer's step listed: the frame in which each tile lies now, the sources of the tiles that were copied, -1
+    where none was, and the layer whose buffer this was. border: frames from this one on lie in host memory; first:
+    those from this one on lie there or in the buffer."""
 
     frames: Int32[Array, "B K W"]
     sources: Int32[Array, "n K"]
@@ -93,11 +95,11 @@ def fetch(
     border: int,
     owner: int = 0,
 ) -> tuple[HotTiles, Pages, Fetched]:
-    """Look up the listed tiles, and copy missing ones here. Arguments as of `fetch_tiles`, blocks being whole pages. owner: the number of
-    the buffer's layer.
+    """Look up the listed tiles, and copy missing ones here. Arguments as of `fetch_tiles`, blocks being whole pages.
+    owner: the number of the buffer's layer.
 
-    Returns buffer, pool, and what was listed: `count` counts it for all layers of a step together, because every small kernel in a layer
-    delays the next one.
+    Returns buffer, pool, and what was listed: `count` counts it for all layers of a step together, because every small
+    kernel in a layer delays the next one.
     """
     lists = (blocks, page_table, frames, lengths, hot.tags, hot.ages, now)
     found = fetch_tiles(pages, *lists, num_queries=num_queries, first=hot.first, border=border)
@@ -106,8 +108,8 @@ def fetch(
 
 
 def count(hot: HotBuffers, fetched: Sequence[Fetched | None]) -> tuple[HotBuffers, list[Int32[Array, "B"] | None]]:
-    """After a step: the counters with what its layers listed, and how many tiles of each row of each of these layers came, or were read,
-    from host memory; None for a layer that listed nothing through a buffer."""
+    """After a step: the counters with what its layers listed, and how many tiles of each row of each of these layers
+    came, or were read, from host memory; None for a layer that listed nothing through a buffer."""
     rows: list[Int32[Array, "B"] | None] = [None] * len(fetched)
     asked, from_host = (jnp.zeros(len(hot.tiles), jnp.int32) for _ in range(2))
     alike: dict[tuple, list[int]] = {}

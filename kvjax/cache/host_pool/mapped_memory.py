@@ -1,8 +1,9 @@
 """Arrays whose first rows lie in device memory and whose other rows lie in host memory, at consecutive addresses.
 
-A program reads and writes such an array as any other of its device: kernels reach the host's rows over the bus. JAX has no public way to
-make one. So on NVIDIA GPUs this file reserves a range of addresses with CUDA's driver, maps memory of both kinds into it, and hands it to
-JAX through DLPack. That a donated array of this kind is updated in place, and not copied, is checked before the first one is made.
+A program reads and writes such an array as any other of its device: kernels reach the host's rows over the bus. JAX has
+no public way to make one. So on NVIDIA GPUs this file reserves a range of addresses with CUDA's driver, maps memory of
+both kinds into it, and hands it to JAX through DLPack. That a donated array of this kind is updated in place, and not
+copied, is checked before the first one is made.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jaxtyping import Array, Int
 ON_DEVICE, ON_HOST = 1, 3
 """Kinds of places of CUDA memory: a device, a host's NUMA node."""
 DEVICE_VMM, HOST_NUMA_ID = 102, 134
-"""Numbers of CUDA's device attributes: whether memory can be mapped to reserved addresses; the NUMA node next to the device."""
+"""Numbers of CUDA's device attributes: whether memory can be mapped to reserved addresses; the NUMA node next to the
+device."""
 CUDA_OUT_OF_MEMORY, CUDA_NOT_READY = 2, 600
 ALIGNMENT = 256
 """Bytes: arrays of JAX begin at multiples of it on GPUs."""
@@ -47,11 +49,12 @@ def supported() -> bool:
 def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     """An array whose rows from `device_rows` on lie in host memory. It may hold anything.
 
-    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. On a GPU the memory is held until the owner that
-    `free_with` names is gone.
+    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. On a GPU the memory is held
+    until the owner that `free_with` names is gone.
 
     Raises:
-        NotImplementedError: for devices other than CPUs and NVIDIA GPUs, and where donated arrays of this kind are copied.
+        NotImplementedError: for devices other than CPUs and NVIDIA GPUs, and where donated arrays of this kind are
+            copied.
         MemoryError: if host or device memory does not suffice.
     """
     platform = jax.devices()[0].platform
@@ -64,7 +67,8 @@ def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
 
 
 def device_room() -> int | None:
-    """Bytes of device memory that JAX does not hold, where `empty` takes its device memory beside JAX; None where it does not."""
+    """Bytes of device memory that JAX does not hold, where `empty` takes its device memory beside JAX; None where it
+    does not."""
     if jax.devices()[0].platform != "gpu" or not supported():
         return None
     driver, free, total = _cuda(), ctypes.c_size_t(), ctypes.c_size_t()
@@ -74,11 +78,11 @@ def device_room() -> int | None:
 
 
 def free_with(owner: Any, arrays: Iterable[Array]) -> None:
-    """Give the memory of these arrays back when their owner is gone. Nothing else may use them, or what they become when they are donated,
-    any longer than that. Arrays that `empty` did not map are left alone.
+    """Give the memory of these arrays back when their owner is gone. Nothing else may use them, or what they become
+    when they are donated, any longer than that. Arrays that `empty` did not map are left alone.
 
-    JAX could be told to call Python when it needs an array no more. But it may do so in any thread, while another one waits for it and
-    holds Python's lock.
+    JAX could be told to call Python when it needs an array no more. But it may do so in any thread, while another one
+    waits for it and holds Python's lock.
     """
     known = [_ranges.pop(array.unsafe_buffer_pointer(), None) for array in arrays] if _ranges else []
     if ranges := [each for each in known if each is not None]:
@@ -86,11 +90,12 @@ def free_with(owner: Any, arrays: Iterable[Array]) -> None:
 
 
 def host_rows(array: Array, first: int, count: int) -> Array:
-    """Rows [first, first + count) of an array that `empty` made, or of what it became when it was donated, as an array in host memory. All
-    of them must lie there.
+    """Rows [first, first + count) of an array that `empty` made, or of what it became when it was donated, as an array
+    in host memory. All of them must lie there.
 
-    A program copies such an array to the device with a plain copy, which runs beside its kernels. On a GPU it is the same memory: it shows
-    what is written there later, and is not to be used after the array's owner is gone. On a CPU it is a copy.
+    A program copies such an array to the device with a plain copy, which runs beside its kernels. On a GPU it is the
+    same memory: it shows what is written there later, and is not to be used after the array's owner is gone. On a CPU
+    it is a copy.
     """
     if next(iter(array.devices())).platform == "cpu":
         return array[first : first + count]
@@ -105,8 +110,9 @@ def _host_view(address: int, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
 
 
 def _imported(address: int, shape: tuple[int, ...], dtype: jnp.dtype, device: int) -> Array:
-    """What lies at an address, as an array. JAX reads what was exported once more when it forgets the array, which may be any time after
-    the memory's owner is gone. So what was exported, a few hundred bytes, stays for the life of the process."""
+    """What lies at an address, as an array. JAX reads what was exported once more when it forgets the array, which may
+    be any time after the memory's owner is gone. So what was exported, a few hundred bytes, stays for the life of the
+    process."""
     exported = _Exported(address, shape, dtype, device)
     _all_exported.append(exported)
     return jax.dlpack.from_dlpack(exported)
@@ -140,7 +146,8 @@ def _check_donation() -> None:
 
 
 def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
-    """An array over a new range of addresses. NotImplementedError for rows that would make it begin at an odd address, as a few scales."""
+    """An array over a new range of addresses. NotImplementedError for rows that would make it begin at an odd address,
+    as a few scales."""
     row = math.prod(shape[1:]) * dtype.itemsize
     if row % ALIGNMENT:
         raise NotImplementedError(
@@ -214,10 +221,11 @@ def _context_of_jax(driver: ctypes.CDLL) -> Iterator[None]:
 
 
 class CopyStream:
-    """Copies rows of arrays that `empty` made on a GPU, in a stream of its own: beside the programs of JAX, by the GPU's copy engines.
+    """Copies rows of arrays that `empty` made on a GPU, in a stream of its own: beside the programs of JAX, by the
+    GPU's copy engines.
 
-    Neither waits for the other. So the caller sees to it that rows are written before they are copied, and are copied before anything else
-    is written to either of both places.
+    Neither waits for the other. So the caller sees to it that rows are written before they are copied, and are copied
+    before anything else is written to either of both places.
     """
 
     def __init__(self):
@@ -252,8 +260,8 @@ class CopyStream:
 
 
 class _Range:
-    """Consecutive addresses over `device_bytes` of device memory and `host_bytes` of host memory, from `start` on. There is more device
-    memory before it, because both kinds come in whole pieces."""
+    """Consecutive addresses over `device_bytes` of device memory and `host_bytes` of host memory, from `start` on.
+    There is more device memory before it, because both kinds come in whole pieces."""
 
     def __init__(self, device_bytes: int, host_bytes: int):
         self._driver = driver = _cuda()
@@ -332,14 +340,14 @@ class _Tensor(ctypes.Structure):
 
 @functools.cache
 def _nothing() -> int:
-    """The address of a C function without effect. JAX calls what DLPack names as the deleter, and needs one; see `free_with` for why it is
-    not a function of Python."""
+    """The address of a C function without effect. JAX calls what DLPack names as the deleter, and needs one; see
+    `free_with` for why it is not a function of Python."""
     return ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value
 
 
 class _Exported:
-    """What lies at an address, as an object that `jax.dlpack.from_dlpack` takes. It must live as long as the array. device: its number in
-    DLPack."""
+    """What lies at an address, as an object that `jax.dlpack.from_dlpack` takes. It must live as long as the array.
+    device: its number in DLPack."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: jnp.dtype, device: int):
         self._device = device, 0

@@ -1,5 +1,5 @@
-"""Copies pages and states of sequences to host memory and back, as blocks: a block is all of one page, over all layers of its group, in one
-array of bytes. A few are copied in one call, so one program serves sequences of every length."""
+"""Copies pages and states of sequences to host memory and back, as blocks: a block is all of one page, over all layers
+of its group, in one array of bytes. A few are copied in one call, so one program serves sequences of every length."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ PIECE = 16
 
 
 def stored_arrays(layer: LayerCache | None, group: str | None = None) -> dict[str, Array]:
-    """The arrays of a layer that belong to sequences, by name; none for a layer that reads another's pages. The first axis is pages, or
-    rows of state. Indexes over keys are left out, because they are a function of the keys. A lightning indexer's keys are included: they do
-    not follow from the latents. group: `OPEN` for the layer's open rows; any other, what it keeps in its own group."""
+    """The arrays of a layer that belong to sequences, by name; none for a layer that reads another's pages. The first
+    axis is pages, or rows of state. Indexes over keys are left out, because they are a function of the keys. A
+    lightning indexer's keys are included: they do not follow from the latents. group: `OPEN` for the layer's open rows;
+    any other, what it keeps in its own group."""
     if layer is None:
         return {}
     if group == OPEN:
@@ -55,8 +56,9 @@ def stored_shapes(spec: CacheSpec, group: str, number: int, pages: int) -> dict[
 
 
 Block = UInt8[Array, " bytes"]
-"""One page of a layer group, or one sequence's row of state: the bytes of `stored_arrays` of every layer that holds it, one after the
-other. Wider words, which need no conversion, were slower (benchmarks/results/h100/designs-reuse-words.json)."""
+"""One page of a layer group, or one sequence's row of state: the bytes of `stored_arrays` of every layer that holds it,
+one after the other. Wider words, which need no conversion, were slower
+(benchmarks/results/h100/designs-reuse-words.json)."""
 
 Stored = dict[str, UInt8[np.ndarray, "n bytes"]]
 """A sequence in host memory: by layer group, the blocks of its pages in logical order, or of its row of state."""
@@ -68,8 +70,8 @@ def block_bytes(spec: CacheSpec, group: str) -> int:
 
 
 def read_stored(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]]) -> Stored:
-    """The pages `ids` of each layer group, in host memory. The device holds copies of few of them at a time: it makes those of the next
-    pages while these are copied. Waits for it."""
+    """The pages `ids` of each layer group, in host memory. The device holds copies of few of them at a time: it makes
+    those of the next pages while these are copied. Waits for it."""
     pool.check()
     stored = {name: np.empty((len(pages), block_bytes(spec, name)), np.uint8) for name, pages in ids.items()}
     starts = [(name, start) for name, pages in ids.items() for start in range(0, len(pages), PIECE)]
@@ -97,8 +99,8 @@ def arrays_of_rows(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes
 
 
 def from_mesh(spec: CacheSpec, tensor: int, stored: Stored) -> Stored:
-    """Blocks of a mesh as those of one device, so that a file fits every mesh: each KV head once, heads in their own order. spec: of one
-    device. tensor: over how many devices heads are split."""
+    """Blocks of a mesh as those of one device, so that a file fits every mesh: each KV head once, heads in their own
+    order. spec: of one device. tensor: over how many devices heads are split."""
     return {name: _converted(spec.on_mesh(tensor), name, rows, functools.partial(_gathered, spec, tensor)) for name, rows in stored.items()}
 
 
@@ -134,7 +136,8 @@ def _dealt(spec: CacheSpec, tensor: int, number: int, name: str, array: np.ndarr
 
 
 def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | Int[np.ndarray, " n"]) -> list[Block]:
-    """The pages `ids` of a layer group, each as a block on the device, or on a device of a mesh. Does not wait for the device."""
+    """The pages `ids` of a layer group, each as a block on the device, or on a device of a mesh. Does not wait for the
+    device."""
     pool.check()
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
@@ -155,7 +158,8 @@ def write_blocks(
     indexes: tuple[IndexSpec, ...],
     opened: bool = False,
 ) -> None:
-    """Write blocks to the pages `ids` of their layer group, or to rows of state, and build the indexes of the sealed pages.
+    """Write blocks to the pages `ids` of their layer group, or to rows of state, and build the indexes of the sealed
+    pages.
 
     blocks: in any memory. opened: whether the last page is open.
     """
@@ -176,10 +180,11 @@ def write_blocks(
 
 
 def _put(blocks: tuple[Block | np.ndarray, ...], beside: jax.sharding.Sharding, committed: bool) -> tuple[Block, ...]:
-    """Blocks on every device of a sharding. With several processes, `device_put` would compare the blocks of all of them first.
+    """Blocks on every device of a sharding. With several processes, `device_put` would compare the blocks of all of
+    them first.
 
-    committed: whether the pool's arrays are. If they are not, blocks of the host are not either: a program's results are committed if one
-    argument is, and every program that reads these pages would be compiled again.
+    committed: whether the pool's arrays are. If they are not, blocks of the host are not either: a program's results
+    are committed if one argument is, and every program that reads these pages would be compiled again.
     """
     if not beside.is_fully_addressable:
         return tuple(jax.make_array_from_callback(block.shape, beside, np.asarray(block).__getitem__) for block in blocks)
@@ -250,8 +255,9 @@ def _unpack(
     shapes: Shapes,
     shards: Shards | None = None,
 ) -> tuple[LayerCache, ...]:
-    """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the indexes of the `sealed`
-    ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has. DONATES layers."""
+    """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the
+    indexes of the `sealed` ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has.
+    DONATES layers."""
     rows, parts, start = jnp.stack(blocks), [], 0
     for array in shapes:
         name, shape, dtype = array

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "kvjax pages 1"
 READERS = 8
-"""Blocks that are read at a time. As many others that were read may be checked meanwhile, so that the disk does not wait for digests."""
+"""Blocks that are read at a time. As many others that were read may be checked meanwhile, so that the disk does not
+wait for digests."""
 PATIENCE = 2.0
 """Seconds to wait for a folder: an engine that nobody holds any more may still be writing its last pages."""
 PENDING_BYTES = 1 << 28
@@ -34,16 +35,19 @@ PENDING_BYTES = 1 << 28
 
 
 class DiskStore:
-    """Blocks in one file for each layer group, preallocated, of `total_bytes` together, and an SQLite database that says what is in them.
+    """Blocks in one file for each layer group, preallocated, of `total_bytes` together, and an SQLite database that
+    says what is in them.
 
-    folder: made if it is missing; its parent must exist. blocks: bytes of a block, by layer group. An engine keeps the folder for itself.
+    folder: made if it is missing; its parent must exist. blocks: bytes of a block, by layer group. An engine keeps the
+    folder for itself.
 
-    A block counts as there only when it has been written: first its slot is taken out of the database, then it is written, then it is
-    entered with a SHA-256 of its key and its bytes. So a process that is killed leaves no half block behind that anyone would read. A block
-    whose digest does not fit when it is read was altered or damaged: it is dropped. After an error of the disk nothing more is written.
+    A block counts as there only when it has been written: first its slot is taken out of the database, then it is
+    written, then it is entered with a SHA-256 of its key and its bytes. So a process that is killed leaves no half
+    block behind that anyone would read. A block whose digest does not fit when it is read was altered or damaged: it is
+    dropped. After an error of the disk nothing more is written.
 
-    written_bytes, read_bytes: moved so far. evictions: blocks that made room. damaged: blocks that were dropped. failure: the error that
-    ended writing, or None.
+    written_bytes, read_bytes: moved so far. evictions: blocks that made room. damaged: blocks that were dropped.
+    failure: the error that ended writing, or None.
     """
 
     NAME, SIZE_ARGUMENT = "the files on disk", "disk_bytes"
@@ -198,7 +202,8 @@ class DiskStore:
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what waits to be written, and give the folder back. From then on the store is empty, and takes nothing."""
+        """Write what waits to be written, and give the folder back. From then on the store is empty, and takes
+        nothing."""
         if self.closed:
             return
         self.closed = True

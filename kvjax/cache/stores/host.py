@@ -21,11 +21,12 @@ PIECE = 1 << 28
 
 
 class HostStore:
-    """Blocks in pinned host memory, at most `total_bytes` of them. used_bytes: those it holds. evictions: blocks that made room.
-    takes: whether it takes more. A block that makes room lives on while it is being copied.
+    """Blocks in pinned host memory, at most `total_bytes` of them. used_bytes: those it holds. evictions: blocks that
+    made room. takes: whether it takes more. A block that makes room lives on while it is being copied.
 
-    Blocks are JAX arrays of the memory kind `pinned_host`. With a GPU, all of the memory is pinned at the start, about 2 GB in a second.
-    JAX keeps what was pinned, and puts blocks there. ValueError if it gives less. blocks: bytes of a block, by layer group.
+    Blocks are JAX arrays of the memory kind `pinned_host`. With a GPU, all of the memory is pinned at the start, about
+    2 GB in a second. JAX keeps what was pinned, and puts blocks there. ValueError if it gives less. blocks: bytes of a
+    block, by layer group.
     """
 
     NAME, SIZE_ARGUMENT = "host memory", "host_bytes"
@@ -56,8 +57,8 @@ class HostStore:
         return key in self._blocks
 
     def put(self, key: bytes, block: Block) -> Block | None:
-        """Copy a block of the device here, in place of those least recently used. Does not wait for the device. Returns the copy; None if
-        there is no room for it."""
+        """Copy a block of the device here, in place of those least recently used. Does not wait for the device. Returns
+        the copy; None if there is no room for it."""
         if block.nbytes > self.total_bytes or key in self._blocks:
             return self._blocks.get(key)
         while self.used_bytes + block.nbytes > self.total_bytes:

@@ -20,7 +20,8 @@ from kvjax.checks import file_path
 
 FORMAT, FORMER = "kvjax sequence 3", ("kvjax sequence 1", "kvjax sequence 2")
 UNSIGNED = "0" * 64
-"""Takes the place of the SHA-256 in the header while the file is hashed: the digest covers every byte except its own."""
+"""Takes the place of the SHA-256 in the header while the file is hashed: the digest covers every byte except its
+own."""
 PIECE = 1 << 24
 """Bytes hashed between two interrupt points."""
 
@@ -32,12 +33,12 @@ def write_sequence(
     stored: Stored,
     interrupt_point: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write what `kvjax.cache.stores.blocks` stores of each layer group (blocks in logical order, without pages before a window; a row of
-    state). It writes beside `path`, then renames. If anything fails, no file is left.
+    """Write what `kvjax.cache.stores.blocks` stores of each layer group (blocks in logical order, without pages before
+    a window; a row of state). It writes beside `path`, then renames. If anything fails, no file is left.
 
-    header: what must match on loading (model, page size, dtype). Indexes are not stored, because they are a function of the keys.
-    interrupt_point: called now and then, and may raise. ValueError if the folder is missing or `path` is a folder, OSError if the file
-    cannot be written.
+    header: what must match on loading (model, page size, dtype). Indexes are not stored, because they are a function of
+    the keys. interrupt_point: called now and then, and may raise. ValueError if the folder is missing or `path` is a
+    folder, OSError if the file cannot be written.
     """
     path = file_path(path)
     if not path.parent.is_dir():
@@ -65,11 +66,11 @@ def write_sequence(
 def read_sequence(
     path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
 ) -> tuple[list[int], Stored, tuple[str, Reach] | None]:
-    """Tokens and blocks of each layer group of `spec`, from a file that `write_sequence` wrote; and, if its pages outside sinks and window
-    were given back, by which policy, and what these are.
+    """Tokens and blocks of each layer group of `spec`, from a file that `write_sequence` wrote; and, if its pages
+    outside sinks and window were given back, by which policy, and what these are.
 
-    ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are missing, surplus, or
-    of another shape, dtype or range than tokens and spec require.
+    ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are
+    missing, surplus, or of another shape, dtype or range than tokens and spec require.
     """
     path = file_path(path)
     if not path.is_file():
@@ -105,7 +106,8 @@ def read_sequence(
 
 
 def _check_first(path: Path, first: int, length: int, page_size: int) -> None:
-    """ValueError unless a state of `first` tokens ends where the open page of `length` tokens begins, or one page earlier."""
+    """ValueError unless a state of `first` tokens ends where the open page of `length` tokens begins, or one page
+    earlier."""
     opened = length // page_size * page_size
     if first not in (opened, opened - page_size) or first < 0:
         raise ValueError(f"{path} has a state of {first} tokens for {length} tokens in pages of {page_size}; prefill again")
@@ -144,7 +146,8 @@ def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:
 
 
 def _tensor(path: Path, file: Any, name: str, shape: list[int], dtype: str) -> np.ndarray:
-    """A tensor of the file; ValueError if it is not of this shape and dtype (safetensors' name). Both are compared first."""
+    """A tensor of the file; ValueError if it is not of this shape and dtype (safetensors' name). Both are compared
+    first."""
     held = file.get_slice(name)
     if held.get_shape() != shape:
         raise ValueError(f"{path} has {name} of shape {held.get_shape()}, but this engine's tokens and pages need {shape}")
@@ -162,7 +165,8 @@ def _check_digest(path: Path, digest: str, interrupt_point: Callable[[], None]) 
 
 
 def _place_in_header(file: BinaryIO, text: str) -> int:
-    """The place of a text in the header of a safetensors file, or -1. The header follows 8 bytes that hold its length."""
+    """The place of a text in the header of a safetensors file, or -1. The header follows 8 bytes that hold its
+    length."""
     file.seek(0)
     place = file.read(int.from_bytes(file.read(8), "little")).find(text.encode())
     return -1 if place < 0 else 8 + place

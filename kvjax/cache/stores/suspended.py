@@ -1,8 +1,9 @@
 """Pages of suspended sequences: in host memory, and on disk where that is full.
 
-They have no digest to be found by, because steps wrote some of them, so they are kept by their sequence. A file on disk has no name any
-more once it is mapped: nobody else can change it, and its room is free as soon as its sequence is, or the process ends, even if that is
-killed. A checksum (CRC-32) of it stays in memory: a disk that gives back other bytes is noticed.
+They have no digest to be found by, because steps wrote some of them, so they are kept by their sequence. A file on disk
+has no name any more once it is mapped: nobody else can change it, and its room is free as soon as its sequence is, or
+the process ends, even if that is killed. A checksum (CRC-32) of it stays in memory: a disk that gives back other bytes
+is noticed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ RETRY_S = 60.0
 
 
 class SuspendedPages:
-    """Blocks by sequence: in host memory, the one used longest ago first, and on disk. Those of sequences that come back by themselves stay
-    in host memory, and do not count. moved: how often those of a sequence went on to disk since `limit` was called."""
+    """Blocks by sequence: in host memory, the one used longest ago first, and on disk. Those of sequences that come
+    back by themselves stay in host memory, and do not count. moved: how often those of a sequence went on to disk since
+    `limit` was called."""
 
     def __init__(self):
         self.on_host: OrderedDict[Hashable, Stored] = OrderedDict()
@@ -36,8 +38,8 @@ class SuspendedPages:
         self.limit(None)
 
     def limit(self, host_bytes: int | None, folder: Path | None = None, disk_bytes: int = 0) -> None:
-        """Set what `make_room` keeps to: so many bytes in host memory (None: any number), and so many in files of a folder. ValueError if
-        the folder cannot be written to."""
+        """Set what `make_room` keeps to: so many bytes in host memory (None: any number), and so many in files of a
+        folder. ValueError if the folder cannot be written to."""
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -86,9 +88,9 @@ class SuspendedPages:
         return self.host_bytes is not None and self.host_used >= self.host_bytes and self._disk_left() <= 0
 
     def make_room(self, size: int) -> bool:
-        """Move blocks of the sequences used longest ago to disk, so that `size` more bytes fit into host memory, or else on disk behind
-        them. False if they do not; then nothing is moved. OSError if the disk cannot be written to; what was to go there stays where it
-        is."""
+        """Move blocks of the sequences used longest ago to disk, so that `size` more bytes fit into host memory, or
+        else on disk behind them. False if they do not; then nothing is moved. OSError if the disk cannot be written to;
+        what was to go there stays where it is."""
         if self.host_bytes is None:
             return True
         surplus, room, leaving = self.host_used + size - self.host_bytes, self._disk_left(), []

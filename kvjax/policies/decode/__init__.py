@@ -1,4 +1,5 @@
-"""Decode policies: which blocks a step reads. `parse("top:8")` finds one by name. A new one is a frozen dataclass with `select`.
+"""Decode policies: which blocks a step reads. `parse("top:8")` finds one by name. A new one is a frozen dataclass with
+`select`.
 
 The classes of policies are imported when they are first used.
 """

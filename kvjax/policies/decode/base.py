@@ -27,13 +27,14 @@ State = Any
 
 @flax.struct.dataclass
 class Blocks:
-    """The blocks each KV head reads this step: `[B, K, W]` for all its T queries together, `[B, T, K, W]` for each of them, or, where a
-    layer has one KV head, `[B, T, W]`.
+    """The blocks each KV head reads this step: `[B, K, W]` for all its T queries together, `[B, T, K, W]` for each of
+    them, or, where a layer has one KV head, `[B, T, W]`.
 
-    ids: logical block numbers, ascending, -1 where there is none (at the end, or in place of a token without a page). block_size: tokens.
-    window: None, or (sink_tokens, window_tokens): within the listed blocks, attention reads only the first `sink_tokens` of the sequence
-    and the last `window_tokens` up to each query. remapped: the list begins with sink_tokens // block_size sink blocks, whose keys are
-    read as if sinks and window stood side by side (`Window`).
+    ids: logical block numbers, ascending, -1 where there is none (at the end, or in place of a token without a page).
+    block_size: tokens. window: None, or (sink_tokens, window_tokens): within the listed blocks, attention reads only
+    the first `sink_tokens` of the sequence and the last `window_tokens` up to each query. remapped: the list begins
+    with sink_tokens // block_size sink blocks, whose keys are read as if sinks and window stood side by side
+    (`Window`).
     """
 
     ids: Int[Array, "B *T K W"]
@@ -54,9 +55,9 @@ class IndexerQuery:
 class SelectContext:
     """What a policy may use besides the query: static sizes, and the arrays that say where the sequences are.
 
-    lengths include the current tokens. sm_scale: scale of logits. indexer: None in models without a lightning indexer. page_table: page
-    ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys. rope: how queries and
-    keys were rotated; None in layers of latent attention.
+    lengths include the current tokens. sm_scale: scale of logits. indexer: None in models without a lightning indexer.
+    page_table: page ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops
+    that read keys. rope: how queries and keys were rotated; None in layers of latent attention.
     """
 
     page_table: Int[Array, "B M"]
@@ -96,15 +97,17 @@ class SelectContext:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMass:
-    """What a policy learns from: the attention mass of blocks of `block_size` tokens (None: of pages), summed over queries.
+    """What a policy learns from: the attention mass of blocks of `block_size` tokens (None: of pages), summed over
+    queries.
 
-    queries: which queries of prefill count: so many last ones of each chunk; None: every one; 0: none. A chunk has the engine's
-    `prefill_chunk` tokens, and begins at a multiple of that. In a chunk that is not full, the last queries are the last ones written.
-    steps: whether the queries of the policy's own decode steps count. Their mass is that of the listed blocks, which must be of this size.
+    queries: which queries of prefill count: so many last ones of each chunk; None: every one; 0: none. A chunk has the
+    engine's `prefill_chunk` tokens, and begins at a multiple of that. In a chunk that is not full, the last queries are
+    the last ones written. steps: whether the queries of the policy's own decode steps count. Their mass is that of the
+    listed blocks, which must be of this size.
 
-    Cost of prefill: dense prefill has the log-sum-exp already, so queries read keys only once more (`pallas_kernels.block_mass`). Under
-    another prefill policy the queries that count attend densely first; for `queries=None` this costs as much as dense attention. The mass
-    is always that of dense attention.
+    Cost of prefill: dense prefill has the log-sum-exp already, so queries read keys only once more
+    (`pallas_kernels.block_mass`). Under another prefill policy the queries that count attend densely first; for
+    `queries=None` this costs as much as dense attention. The mass is always that of dense attention.
     """
 
     block_size: int | None = None
@@ -124,8 +127,8 @@ class AttentionMass:
 
 @flax.struct.dataclass
 class MassContext:
-    """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: in prefill an array, as in
-    `PrefillContext`. shards, kv_replicas: as in `SelectContext`."""
+    """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: in prefill an
+    array, as in `PrefillContext`. shards, kv_replicas: as in `SelectContext`."""
 
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
@@ -142,8 +145,8 @@ class MassContext:
 class GivesPagesBack(Protocol):
     """What a decode policy says about the tokens that it reads, so that an engine can give pages back. Optional.
 
-    An engine gives back the pages of a sequence that a policy which keeps less decodes, from its first step on. After that only this policy
-    can decode the sequence, or one whose reach lies within what is kept.
+    An engine gives back the pages of a sequence that a policy which keeps less decodes, from its first step on. After
+    that only this policy can decode the sequence, or one whose reach lies within what is kept.
     """
 
     def reach(self, page_size: int) -> Reach | None:
@@ -151,14 +154,15 @@ class GivesPagesBack(Protocol):
         ...
 
     def keeps(self, page_size: int) -> Reach | None:
-        """Sinks and window that stay in memory for queries to come; None: everything does. A policy that also keeps pages of its choice, by
-        what it has learned, is a `kvjax.policies.decode.mass.KeepsByMass`."""
+        """Sinks and window that stay in memory for queries to come; None: everything does. A policy that also keeps
+        pages of its choice, by what it has learned, is a `kvjax.policies.decode.mass.KeepsByMass`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec:
-    """Sizes from which a policy makes its state: query heads, KV heads, head dim, tokens per page, largest number of pages per sequence."""
+    """Sizes from which a policy makes its state: query heads, KV heads, head dim, tokens per page, largest number of
+    pages per sequence."""
 
     num_heads: int
     num_kv_heads: int
@@ -173,8 +177,8 @@ class DecodePolicy(Protocol):
 
     @property
     def learns(self) -> AttentionMass | None:
-        """Of which queries `observe` gets the attention mass; None: of none. A policy that learns from prefill must be declared to the
-        engine."""
+        """Of which queries `observe` gets the attention mass; None: of none. A policy that learns from prefill must be
+        declared to the engine."""
         ...
 
     def indexes(self) -> tuple[IndexSpec, ...]:
@@ -190,12 +194,13 @@ class DecodePolicy(Protocol):
         ...
 
     def observe(self, mass: Float32[Array, "B H S"], ctx: MassContext, state: State) -> State:
-        """Update the state with the mass of a chunk of prefill, or of a step; each query adds 1 in total. S = max_pages * page_size /
-        block_size of `StateSpec`.
+        """Update the state with the mass of a chunk of prefill, or of a step; each query adds 1 in total. S = max_pages
+        * page_size / block_size of `StateSpec`.
 
-        State is kept per sequence and policy. After prefill it equals that of one call per chunk, in order, however the prompt was cut into
-        calls: while a chunk is not full, each call starts again from the state before the chunk. Tokens that steps wrote in between are not
-        observed again; a new chunk begins after them. A fork copies the state, `truncate` does not change it.
+        State is kept per sequence and policy. After prefill it equals that of one call per chunk, in order, however the
+        prompt was cut into calls: while a chunk is not full, each call starts again from the state before the chunk.
+        Tokens that steps wrote in between are not observed again; a new chunk begins after them. A fork copies the
+        state, `truncate` does not change it.
         """
         ...
 
@@ -215,8 +220,8 @@ class ScoresBlocks(Protocol):
     """A policy that can show the scores by which it chose, for `Engine.inspect`. Optional."""
 
     def scores(self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State) -> Float32[Array, "B K S"] | None:
-        """Scores of every block of the table, per KV head; larger is better, -inf where there is no choice. None: this layer has no
-        scores."""
+        """Scores of every block of the table, per KV head; larger is better, -inf where there is no choice. None: this
+        layer has no scores."""
         ...
 
 
@@ -243,7 +248,8 @@ def attend_and_observe(
     state: State,
     frames: Int[Array, "B K W"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
-    """The output of attention over a list, the list, and the state of a policy that has seen it. frames: as in `attend_listed`."""
+    """The output of attention over a list, the list, and the state of a policy that has seen it. frames: as in
+    `attend_listed`."""
     learns = policy.learns is not None and policy.learns.steps
     out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=learns, frames=frames)
     if learns:
@@ -257,9 +263,11 @@ def attend_and_observe(
 def mass_of_step(
     blocks: Blocks | None, block_lse: Float32[Array, "B T H W"], ctx: SelectContext, block_size: int, num_blocks: int
 ) -> Float32[Array, "B H S"]:
-    """The attention mass of a decode step: each query head's share on every block of the sequence, summed over T queries.
+    """The attention mass of a decode step: each query head's share on every block of the sequence, summed over T
+    queries.
 
-    block_size: that of the listed blocks (of pages if there is no list). num_blocks: S; blocks that were not listed get 0.
+    block_size: that of the listed blocks (of pages if there is no list). num_blocks: S; blocks that were not listed get
+    0.
     """
     listed = ctx.page_size if blocks is None else blocks.block_size
     if listed != block_size:
@@ -278,7 +286,8 @@ def mass_of_step(
 
 
 def fitted(mass: Float32[Array, "B H W"], num_blocks: int) -> Float32[Array, "B H S"]:
-    """Mass of the blocks of a page table as mass of `num_blocks` blocks: padded with 0, or cut off after the last position."""
+    """Mass of the blocks of a page table as mass of `num_blocks` blocks: padded with 0, or cut off after the last
+    position."""
     return jnp.pad(mass[..., :num_blocks], ((0, 0), (0, 0), (0, max(0, num_blocks - mass.shape[2]))))
 
 
@@ -293,8 +302,8 @@ def attend_listed(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H W"] | None]:
     """Attention over a policy's list: the output, and if asked for, the log-sum-exp of each listed block.
 
-    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says. Where pages are sharded over
-    devices, each reads those that it has, and the results are merged.
+    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says. Where pages
+    are sharded over devices, each reads those that it has, and the results are merged.
     """
     out, lse, block_lse = _attend_here(query, layer, ctx, blocks, return_block_lse, frames)
     if ctx.sharded:
@@ -315,7 +324,8 @@ def _attend_here(
     gather = functools.partial(gather_attention, sm_scale=ctx.sm_scale, return_block_lse=return_block_lse, **listed)
     where = layer.pages, ctx.frames, ctx.lengths
     if ctx.sharded and blocks is None and query.shape[1] == 1 and not return_block_lse:
-        # Other devices' pages would cost as much time as they take in the table. Drafted tokens need the places of their pages.
+        # Other devices' pages would cost as much time as they take in the table. Drafted tokens need the places of
+        # their pages.
         where = layer.pages, *ctx.shards.own_pages(ctx.frames, ctx.lengths, ctx.first_device, ctx.page_size)
     sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
     if not sinks:
@@ -336,7 +346,8 @@ def keys_listed(
 ) -> Int[Array, "..."]:
     """How many keys of each listed block the latest `num_tokens` tokens attend, all together; 0 where an id is -1.
 
-    size: tokens of a block. window: as in `Blocks`. lengths: tokens of the sequence, these included; it must broadcast to `ids`.
+    size: tokens of a block. window: as in `Blocks`. lengths: tokens of the sequence, these included; it must broadcast
+    to `ids`.
     """
     start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths)
     keys = jnp.maximum(stop - start, 0)
@@ -348,7 +359,8 @@ def keys_listed(
 
 
 def cache_positions(positions: Int[Array, "..."], window: tuple[int, int]) -> Int[Array, "..."]:
-    """Where a query stands in a cache of sinks and window alone: its position, or, once tokens have left, the last place of the cache.
+    """Where a query stands in a cache of sinks and window alone: its position, or, once tokens have left, the last
+    place of the cache.
 
     window: (sink_tokens, window_tokens). Source: StreamingLLM (arXiv 2309.17453, section 3.2).
     """
@@ -356,7 +368,8 @@ def cache_positions(positions: Int[Array, "..."], window: tuple[int, int]) -> In
 
 
 class Stateless:
-    """Base class of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
+    """Base class of policies that learn nothing: no state, no attention mass, and no index unless a subclass names
+    one."""
 
     learns = None
     one_op: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -366,8 +379,8 @@ class Stateless:
     needs_kv_heads = False
     """Whether it reads keys of each KV head, which layers of latent attention do not keep."""
     chooses_over_devices = False
-    """Whether `select` lists the same on every device of a mesh over which pages are sharded (`SelectContext.sharded`). A class that
-    defines `select` says so itself."""
+    """Whether `select` lists the same on every device of a mesh over which pages are sharded (`SelectContext.sharded`).
+    A class that defines `select` says so itself."""
 
     def indexes(self) -> tuple[IndexSpec, ...]:
         """No index."""
@@ -378,7 +391,8 @@ class Stateless:
         return ()
 
     def budgets(self) -> dict[str, tuple[int, int]]:
-        """Budgets by field: the value, and how many tokens one unit is. An engine refuses more than its page tables can hold."""
+        """Budgets by field: the value, and how many tokens one unit is. An engine refuses more than its page tables can
+        hold."""
         return {}
 
     def reach(self, page_size: int) -> Reach | None:
@@ -403,8 +417,8 @@ class Stateless:
 
 
 def attends_by_list(policy: DecodePolicy) -> bool:
-    """Whether `policy.attend` is attention over what `policy.select` lists. A class whose `attend` is one op that also selects says so by
-    `Stateless.one_op`, which does not hold for a subclass that selects or attends otherwise."""
+    """Whether `policy.attend` is attention over what `policy.select` lists. A class whose `attend` is one op that also
+    selects says so by `Stateless.one_op`, which does not hold for a subclass that selects or attends otherwise."""
     kind = type(policy)
     return kind.attend is Stateless.attend or (kind.select, kind.attend) == getattr(kind, "one_op", None)
 
@@ -415,7 +429,8 @@ def is_watched(policy: DecodePolicy) -> bool:
 
 
 def chooses_over_devices(policy: DecodePolicy) -> bool:
-    """Whether the class whose `select` a policy has says that it lists the same on every device, each of which has some of the pages."""
+    """Whether the class whose `select` a policy has says that it lists the same on every device, each of which has some
+    of the pages."""
     owner = next((kind for kind in type(policy).__mro__ if "select" in vars(kind)), None)
     return owner is not None and vars(owner).get("chooses_over_devices", False)
 
@@ -425,8 +440,8 @@ MIN_ROOM = 2**20
 
 
 def check_budgets(policy: DecodePolicy, room: int, page_size: int) -> None:
-    """ValueError if a policy keeps more than `room` tokens, the most that an engine's page table can name, or if its blocks do not divide
-    pages of `page_size` tokens. Up to `MIN_ROOM` any number is allowed."""
+    """ValueError if a policy keeps more than `room` tokens, the most that an engine's page table can name, or if its
+    blocks do not divide pages of `page_size` tokens. Up to `MIN_ROOM` any number is allowed."""
     room = max(room, MIN_ROOM)
     for name, (value, tokens) in policy.budgets().items() if isinstance(policy, Stateless) else ():
         if page_size % tokens:  # an index says so too, but not every policy has one

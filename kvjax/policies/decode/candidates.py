@@ -1,4 +1,5 @@
-"""Lists of ids: those that are always read, and the best of candidates, such as those that several devices found in their own pages."""
+"""Lists of ids: those that are always read, and the best of candidates, such as those that several devices found in
+their own pages."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from kvjax.policies.decode.base import Blocks, SelectContext
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every id
 FEW = 512
-"""So many entries are put in order by comparing all pairs, which XLA fuses into a few small kernels; more are sorted."""
+"""So many entries are put in order by comparing all pairs, which XLA fuses into a few small kernels; more are
+sorted."""
 
 
 def ascending(ids: Int[Array, "... n"]) -> Int32[Array, "... n"]:
@@ -25,7 +27,8 @@ def ascending(ids: Int[Array, "... n"]) -> Int32[Array, "... n"]:
 
 
 def _placed(values: Array, places: Int[Array, "... n"], width: int, none: float) -> Array:
-    """`[..., width]`: at each place its value; `none`, which no value is below, where there is none. No two values have the same place."""
+    """`[..., width]`: at each place its value; `none`, which no value is below, where there is none. No two values have
+    the same place."""
     there = places[..., None, :] == jnp.arange(width, dtype=places.dtype)[:, None]
     return jnp.max(jnp.where(there, values[..., None, :], none), axis=-1, initial=none)
 
@@ -33,8 +36,8 @@ def _placed(values: Array, places: Int[Array, "... n"], width: int, none: float)
 def always_read(
     ctx: SelectContext, num_queries: int, *, block_size: int, sink: int, local: int
 ) -> tuple[Int32[Array, "B T 1 A"], Int32[Array, "B T 1 1"]]:
-    """Sink and local blocks of each query, -1 where there is none, and its first local block, as `pallas_kernels.select_blocks` defines
-    them. A = sink + the most local blocks that there can be."""
+    """Sink and local blocks of each query, -1 where there is none, and its first local block, as
+    `pallas_kernels.select_blocks` defines them. A = sink + the most local blocks that there can be."""
     per_page = ctx.page_size // block_size
     positions = (ctx.lengths[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32))[..., None, None]
     newest = jnp.where(positions >= 0, positions // block_size, -1)
@@ -43,13 +46,15 @@ def always_read(
 
 
 def _ends(first_local: Int[Array, "*B 1"], newest: Int[Array, "*B 1"], sink: int, room: int) -> Int32[Array, "*B A"]:
-    """`sink` ids from 0 on, before `first_local`, and those from there up to `newest`, at most `room`; -1 for others."""
+    """`sink` ids from 0 on, before `first_local`, and those from there up to `newest`, at most `room`; -1 for
+    others."""
     sinks, ends = jnp.arange(sink, dtype=jnp.int32), first_local + jnp.arange(room, dtype=jnp.int32)
     return jnp.concatenate([jnp.where(sinks < first_local, sinks, -1), jnp.where(ends <= newest, ends, -1)], axis=-1)
 
 
 def ranked(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> tuple[Float[Array, "... k"], Int32[Array, "... k"]]:
-    """The k best scores, best first, and their ids; -inf and -1 where there are fewer. Of equal scores the lower id comes first.
+    """The k best scores, best first, and their ids; -inf and -1 where there are fewer. Of equal scores the lower id
+    comes first.
 
     ids: each at most once, -1 for none. NaN and -inf count as the lowest finite score, 0.0 and -0.0 are equal, as in
     `pallas_kernels.select_blocks`.
@@ -74,8 +79,8 @@ def best_candidates(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: 
 
 
 def rows_of_blocks(page_table: Int[Array, "B M"], ids: Int[Array, "B T K n"], per_page: int) -> Int32[Array, "B T K n"]:
-    """Places of blocks in an index whose pages have `per_page` blocks: page * per_page + block within the page; -1 where there is none, or
-    where its page is on another device."""
+    """Places of blocks in an index whose pages have `per_page` blocks: page * per_page + block within the page; -1
+    where there is none, or where its page is on another device."""
     at = jnp.maximum(ids, 0)
     pages = jnp.take_along_axis(page_table[:, None, None], at // per_page, axis=3)
     return jnp.where((ids >= 0) & (pages >= 0), pages * per_page + at % per_page, -1)
@@ -90,8 +95,8 @@ def largest_blocks(scores: Float[Array, "B K S"], ctx: SelectContext, *, k: int,
 
 
 def largest(scores: Float[Array, "*B S"], candidates: Bool[Array, "*#B S"], k: int) -> Int32[Array, "*B k"]:
-    """The `k` candidates of the largest scores, in no order that matters, -1 where there are fewer. Of equal scores the lower one wins. NaN
-    and -inf count as the lowest finite score."""
+    """The `k` candidates of the largest scores, in no order that matters, -1 where there are fewer. Of equal scores the
+    lower one wins. NaN and -inf count as the lowest finite score."""
     lowest = jnp.finfo(scores.dtype).min
     weighed = jnp.where(candidates, jnp.maximum(jnp.nan_to_num(scores, nan=lowest), lowest), -jnp.inf)
     best, chosen = jax.lax.top_k(weighed, min(k, scores.shape[-1]))
@@ -101,7 +106,8 @@ def largest(scores: Float[Array, "*B S"], candidates: Bool[Array, "*#B S"], k: i
 def with_ends(
     distant: Int[Array, "*B k"], first_local: Int[Array, "*#B 1"], newest: Int[Array, "*#B 1"], *, sink: int, room: int
 ) -> Int32[Array, "*B W"]:
-    """A list: `sink` ids from 0 on and `distant` ones, all before `first_local`, and those from there up to `newest`, at most `room`."""
+    """A list: `sink` ids from 0 on and `distant` ones, all before `first_local`, and those from there up to `newest`,
+    at most `room`."""
     return _joined(distant, _ends(first_local, newest, sink, room))
 
 

@@ -1,7 +1,8 @@
 """Selection in two stages: bounds make a shortlist, and the keys of its blocks, read in few bits, choose from it.
 
-Sources: shortlist, then 4-bit keys: Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458); a share of attention in place of a fixed budget:
-Twilight; every key in 1 bit: FIER (arXiv 2508.08256). Here levels are per channel and block, and blocks are chosen, not tokens.
+Sources: shortlist, then 4-bit keys: Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458); a share of attention in place
+of a fixed budget: Twilight; every key in 1 bit: FIER (arXiv 2508.08256). Here levels are per channel and block, and
+blocks are chosen, not tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ BITS = {bits: kind for kind, bits in CODED.items()}
 """Kind of index by bits of a number."""
 
 SHORTLIST = 256
-"""Blocks of the default shortlist: every distant one of contexts up to 32K tokens. Bounds alone miss too much on released models
-(docs/measured/selectors.md), so they choose only where there are more blocks."""
+"""Blocks of the default shortlist: every distant one of contexts up to 32K tokens. Bounds alone miss too much on
+released models (docs/measured/selectors.md), so they choose only where there are more blocks."""
 
 KEPT = 8
 """Blocks that are kept by default; with a share, at most `KEPT_FOR_SHARE`."""
@@ -42,20 +43,22 @@ KEPT_FOR_SHARE = 32
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Stateless):
-    """Per KV head: sink and local blocks as `TopBlocks` reads them, and the `k` distant ones that get the most attention, by an estimate.
+    """Per KV head: sink and local blocks as `TopBlocks` reads them, and the `k` distant ones that get the most
+    attention, by an estimate.
 
-    Of the `shortlist` distant blocks with the best bounds, each query head estimates its attention to each block: the softmax over the
-    logits of sink and local keys, as the cache has them, and of all shortlisted keys in few bits. The k largest sums over the heads of a KV
-    head are kept; of equal sums the lower block.
+    Of the `shortlist` distant blocks with the best bounds, each query head estimates its attention to each block: the
+    softmax over the logits of sink and local keys, as the cache has them, and of all shortlisted keys in few bits. The
+    k largest sums over the heads of a KV head are kept; of equal sums the lower block.
 
     Args:
         k: distant blocks to keep.
-        shortlist: blocks, at least k; None: `SHORTLIST`, or k if that is more. "all": every distant block, without bounds.
-        bits: 1, 2, 4 or 8: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then
-            exact. None: the cache's own keys in layers that pack them, else 4.
+        shortlist: blocks, at least k; None: `SHORTLIST`, or k if that is more. "all": every distant block, without
+            bounds.
+        bits: 1, 2, 4 or 8: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the
+            choice is then exact. None: the cache's own keys in layers that pack them, else 4.
         sink, local, block_size: as `TopBlocks` has them.
-        every: 1: each layer chooses. n: every n-th layer chooses, and the n - 1 layers after it read its list. Layers with a window of
-            their own do not count.
+        every: 1: each layer chooses. n: every n-th layer chooses, and the n - 1 layers after it read its list. Layers
+            with a window of their own do not count.
         share: of the estimated attention, above 0 and below 1; None: every list has k blocks, where there are as many.
     """
 
@@ -97,7 +100,8 @@ class Cascade(Stateless):
 
     @property
     def keys(self) -> int | None:
-        """The most keys that a KV head attends to per step, if the open page lies within the local blocks; None where it varies."""
+        """The most keys that a KV head attends to per step, if the open page lies within the local blocks; None where
+        it varies."""
         return self._listed.keys if self.share is None else None
 
     def budgets(self) -> dict[str, tuple[int, int]]:
@@ -162,7 +166,8 @@ class Cascade(Stateless):
         return listed
 
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
-        """The distant blocks to choose from, -1 where there is none. Where pages are sharded, those of them that this device has."""
+        """The distant blocks to choose from, -1 where there is none. Where pages are sharded, those of them that this
+        device has."""
         if self.shortlist == "all":
             per_page = ctx.page_size // self.block_size
             ids = jnp.arange(ctx.page_table.shape[1] * per_page, dtype=jnp.int32)
@@ -181,11 +186,13 @@ class Cascade(Stateless):
         return jnp.where(rows_of_blocks(ctx.page_table, best, per_page) >= 0, best, -1)
 
     def _best(self, shares: Float32[Array, "B T K C"], candidates: Int[Array, "B T K C"], ctx: SelectContext) -> tuple[Array, Array]:
-        """Shares and candidates among which the best k are; where pages are sharded, the k best that each device found."""
+        """Shares and candidates among which the best k are; where pages are sharded, the k best that each device
+        found."""
         return ctx.shards.candidates(*ranked(shares, candidates, self.k)) if ctx.sharded else (shares, candidates)
 
     def _lacks(self, scores: Float32[Array, "B T K k"], near: Float32[Array, "B T K"], group: int) -> Bool[Array, "B T K k"]:
-        """Which of the best blocks, best first, are kept: those without which the ones before them lack `share` of the attention."""
+        """Which of the best blocks, best first, are kept: those without which the ones before them lack `share` of the
+        attention."""
         found = jnp.exp(scores)
         before = jnp.exp(near)[..., None] + jnp.cumsum(found, axis=3) - found
         return ~(before >= self.share * group)  # so that NaN keeps them
@@ -193,8 +200,8 @@ class Cascade(Stateless):
     def _shares(
         self, query, layer: PagedKV, ctx: SelectContext, candidates: Int[Array, "B T K C"], always: Int[Array, "B T K A"]
     ) -> tuple[Float32[Array, "B T K C"], Float32[Array, "B T K"]]:
-        """Log of the attention that each candidate gets, summed over the query heads of a KV head, and that of sink and local blocks.
-        -inf where a candidate is -1, or NaN."""
+        """Log of the attention that each candidate gets, summed over the query heads of a KV head, and that of sink and
+        local blocks. -inf where a candidate is -1, or NaN."""
 
         def by_cache(ids: Int[Array, "B T K n"]) -> tuple[Array, Array]:
             given = query, layer.pages.without_values, ctx.frames, ctx.lengths
@@ -236,20 +243,22 @@ class Cascade(Stateless):
             raise ValueError(f"policy {self} scans the index {missing[0]}; this layer has {sorted(layer.index)}: name it in empty_layer")
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
-        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; with `share`, the most."""
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; with
+        `share`, the most."""
         return self._listed.keys_read(length, layer, page_size)
 
     def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float | None:
-        """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
+        """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and
+        local ones."""
         return self._listed.keys_among(first, length, layer, page_size)
 
     def reads_to_choose(self, length: int, page_size: int, head_dim: int, *, packed: bool, sharded: bool) -> tuple[int, int, int]:
-        """What the choice reads per KV head and layer, in a sequence of `length` tokens: elements of bounds, bytes of codes, and numbers of
-        the cache's own keys that attention reads again.
+        """What the choice reads per KV head and layer, in a sequence of `length` tokens: elements of bounds, bytes of
+        codes, and numbers of the cache's own keys that attention reads again.
 
-        Sink and local keys are among these where the choice is always a step of its own. Where `selected_attention` makes it, one launch
-        can read them once for both, and they are not; its plain form reads them twice. packed: whether the cache's keys are packed.
-        sharded: whether several devices have the pages.
+        Sink and local keys are among these where the choice is always a step of its own. Where `selected_attention`
+        makes it, one launch can read them once for both, and they are not; its plain form reads them twice. packed:
+        whether the cache's keys are packed. sharded: whether several devices have the pages.
         """
         wide = dataclasses.replace(self._listed, k=-(-length // self.block_size) if self.shortlist == "all" else self.shortlist)
         sinks, listed, first_local = wide.parts(length, page_size)

@@ -1,6 +1,8 @@
-"""Heavy hitters (H2O, arXiv 2306.14048) by page: keep the pages that received most attention so far, and give others back.
+"""Heavy hitters (H2O, arXiv 2306.14048) by page: keep the pages that received most attention so far, and give others
+back.
 
-A page holds all layers and KV heads of its layer group, so one choice serves them all: attention mass is summed over layers and heads.
+A page holds all layers and KV heads of its layer group, so one choice serves them all: attention mass is summed over
+layers and heads.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ DEFAULT_PAGE = 128
 
 @flax.struct.dataclass
 class HeavyState:
-    """What `HeavyPages` knows in one layer. mass: attention mass of each logical page, summed over heads and queries. kept: the distant
-    pages that were chosen, ascending, then -1. first_local: the first page that was local at that choice. Both are the same in all
-    layers."""
+    """What `HeavyPages` knows in one layer. mass: attention mass of each logical page, summed over heads and queries.
+    kept: the distant pages that were chosen, ascending, then -1. first_local: the first page that was local at that
+    choice. Both are the same in all layers."""
 
     mass: Float32[Array, "B M"]
     kept: Int32[Array, "B k"]
@@ -35,10 +37,11 @@ class HeavyState:
 
 @dataclasses.dataclass(frozen=True)
 class HeavyPages(SinksAndHeaviest):
-    """The first `sink` pages, the last `local` ones (with the open page), and the `k` distant pages of most attention mass.
+    """The first `sink` pages, the last `local` ones (with the open page), and the `k` distant pages of most attention
+    mass.
 
-    Mass is what all queries paid: those of the prompt, and of every step of this policy. When a page stops being local, it is weighed
-    against the `k` kept ones, and the one of least mass is given back. Of equal mass the later page goes.
+    Mass is what all queries paid: those of the prompt, and of every step of this policy. When a page stops being local,
+    it is weighed against the `k` kept ones, and the one of least mass is given back. Of equal mass the later page goes.
     """
 
     k: int

@@ -1,4 +1,5 @@
-"""Heavy hitters by token, as in H2O (arXiv 2306.14048): for each KV head of each layer, the tokens that received most attention so far.
+"""Heavy hitters by token, as in H2O (arXiv 2306.14048): for each KV head of each layer, the tokens that received most
+attention so far.
 
 It only reads less, because a page with one chosen token would have to stay.
 """
@@ -17,10 +18,12 @@ from kvjax.policies.decode.mass import SinksAndHeaviest
 
 @dataclasses.dataclass(frozen=True)
 class HeavyTokens(SinksAndHeaviest):
-    """Per KV head of each layer: the first `sink` tokens, the last `local` ones, and the `k` tokens between of most attention mass.
+    """Per KV head of each layer: the first `sink` tokens, the last `local` ones, and the `k` tokens between of most
+    attention mass.
 
-    Mass is what all queries of the KV head's group paid: those of the prompt, and of every step of this policy. No memory is given back.
-    The state holds a float32 for each token and KV head of the longest sequence. A token that was left out is never read again.
+    Mass is what all queries of the KV head's group paid: those of the prompt, and of every step of this policy. No
+    memory is given back. The state holds a float32 for each token and KV head of the longest sequence. A token that was
+    left out is never read again.
     """
 
     k: int

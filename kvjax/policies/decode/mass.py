@@ -1,6 +1,7 @@
 """Policies that choose by attention mass, and those that keep pages by it.
 
-Sources: H2O (arXiv 2306.14048) accumulates the mass of all queries; SnapKV (arXiv 2404.14469) uses the last queries of the prompt.
+Sources: H2O (arXiv 2306.14048) accumulates the mass of all queries; SnapKV (arXiv 2404.14469) uses the last queries of
+the prompt.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from kvjax.policies.decode.base import State, Stateless
 class KeepsByMass(Protocol):
     """The part of a decode policy that chooses by attention mass which distant pages a sequence keeps. Optional.
 
-    A page holds all layers of its layer group, so the choice needs the states of all layers. A step makes it on the device before its first
-    layer, and reads by it at once. The engine gives the other pages back two steps later, so that it never waits for the device.
+    A page holds all layers of its layer group, so the choice needs the states of all layers. A step makes it on the
+    device before its first layer, and reads by it at once. The engine gives the other pages back two steps later, so
+    that it never waits for the device.
     """
 
     def keeps(self, page_size: int) -> Reach:
-        """Sinks and window that it keeps beside the pages that it chooses (`kvjax.policies.decode.base.GivesPagesBack`)."""
+        """Sinks and window that it keeps beside the pages that it chooses
+        (`kvjax.policies.decode.base.GivesPagesBack`)."""
         ...
 
     def settle(self, states: tuple[State, ...], lengths: Int[Array, "B"], page_size: int) -> tuple[State, ...]:
-        """The states of all layers with the choice for the next token. lengths: tokens written. The choice may change only where the next
-        token opens a page, or other policies decoded since. A page that was left out once must not come back."""
+        """The states of all layers with the choice for the next token. lengths: tokens written. The choice may change
+        only where the next token opens a page, or other policies decoded since. A page that was left out once must not
+        come back."""
         ...
 
     def chosen(self, states: tuple[State, ...]) -> Int[Array, "B k"]:
@@ -37,8 +41,8 @@ class KeepsByMass(Protocol):
 
 
 class SinksAndHeaviest(Stateless):
-    """A policy of three sizes, in pages or in tokens: so many first ones, latest ones, and others of most mass. name: of its form.
-    unit: tokens of each."""
+    """A policy of three sizes, in pages or in tokens: so many first ones, latest ones, and others of most mass. name:
+    of its form. unit: tokens of each."""
 
     unit = 1
 

@@ -51,13 +51,15 @@ _WATCHED = re.compile(r"(?P<policy>.+)\+missed(?P<share>[^/:+]+)(?:/(?P<every>\d
 
 
 def parse(name: str | DecodePolicy) -> DecodePolicy:
-    """The policy of a name: built in, registered (`register`), or a class in a file, as my_file.py:Mine or my_file.py:Mine:8/r=4.
+    """The policy of a name: built in, registered (`register`), or a class in a file, as my_file.py:Mine or
+    my_file.py:Mine:8/r=4.
 
-    The arguments of a file's class follow the second colon: Python literals with '/' between them, here Mine(8, r=4). Any of these names
-    with +missed0.02 after it is that policy, watched (`Watched`). A policy is returned as it is. The ValueError lists the known forms, or
-    says in one sentence what is wrong with the user's own policy.
+    The arguments of a file's class follow the second colon: Python literals with '/' between them, here Mine(8, r=4).
+    Any of these names with +missed0.02 after it is that policy, watched (`Watched`). A policy is returned as it is. The
+    ValueError lists the known forms, or says in one sentence what is wrong with the user's own policy.
 
-    A file is run as code, so only names that the user typed may come here. Names that stand in data go to `parse_recorded`.
+    A file is run as code, so only names that the user typed may come here. Names that stand in data go to
+    `parse_recorded`.
     """
     return _watched(name, parse) or _NAMES.parse(name)
 

@@ -1,7 +1,7 @@
 """Query-aware block selection: sink, local, and the distant blocks that score best.
 
-Sources: bounds scoring from Quest (Tang et al., ICML 2024); sink + local + top-k per KV head, and mean scoring, from "Attention Pays
-Its Bill" (BRL-2026-07, sections 3.2 and 8.1).
+Sources: bounds scoring from Quest (Tang et al., ICML 2024); sink + local + top-k per KV head, and mean scoring, from
+"Attention Pays Its Bill" (BRL-2026-07, sections 3.2 and 8.1).
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from pallas_kernels.selection.select_blocks import score_blocks, score_listed, s
 
 @dataclasses.dataclass(frozen=True)
 class TopBlocks(Stateless):
-    """Per KV head: the first `sink` blocks, the last `local` ones (always including the open page), and the `k` best distant blocks.
+    """Per KV head: the first `sink` blocks, the last `local` ones (always including the open page), and the `k` best
+    distant blocks.
 
-    index "bounds" scores a block by an upper bound of its largest dot product with each query head, and takes the best head of the
-    group; "mean" by the dot product of the group's mean query with the block's mean key. The first `dense_layers` layers read
-    everything. A sequence whose blocks all fit in the list reads everything.
+    index "bounds" scores a block by an upper bound of its largest dot product with each query head, and takes the best
+    head of the group; "mean" by the dot product of the group's mean query with the block's mean key. The first
+    `dense_layers` layers read everything. A sequence whose blocks all fit in the list reads everything.
     """
 
     k: int = 8
@@ -95,7 +96,8 @@ class TopBlocks(Stateless):
     one_op = select, attend
 
     def _best_of_all(self, ids: Int[Array, "B T K W"], query, layer: LayerCache, ctx: SelectContext) -> Int[Array, "B T K W"]:
-        """The list over the pages of all devices, from that over each one's own: the k best of what each found, with its scores."""
+        """The list over the pages of all devices, from that over each one's own: the k best of what each found, with
+        its scores."""
         per_page = ctx.page_size // self.block_size
         sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
         always, first_local = always_read(ctx, query.shape[1], **sizes)
@@ -107,7 +109,8 @@ class TopBlocks(Stateless):
         return ascending(jnp.concatenate([always, best], axis=3))
 
     def scores(self, query, layer, ctx, state):
-        """Scores of sealed pages by bounds or means, the best of several queries. Open pages are always read; their scores are -inf."""
+        """Scores of sealed pages by bounds or means, the best of several queries. Open pages are always read; their
+        scores are -inf."""
         if ctx.layer < self.dense_layers:
             return None
         found = score_blocks(query, self._index(layer), ctx.page_table, kind=self.index).max(axis=1)
@@ -126,14 +129,16 @@ class TopBlocks(Stateless):
         return layer.index[name]
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
-        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None if there is no list."""
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None if
+        there is no list."""
         if layer < self.dense_layers:
             return None
         sinks, distant, first_local = self.parts(length, page_size)
         return (sinks + distant - first_local) * self.block_size + length
 
     def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float | None:
-        """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
+        """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and
+        local ones."""
         if layer < self.dense_layers:
             return None
         sinks, distant, first_local = (count * self.block_size for count in self.parts(length, page_size))
@@ -141,7 +146,8 @@ class TopBlocks(Stateless):
         return min(first, sinks) + distant * share + max(0, first - first_local)
 
     def parts(self, length: int, page_size: int) -> tuple[int, int, int]:
-        """How many sink blocks and distant blocks are listed of a sequence of `length` tokens, and the first local block."""
+        """How many sink blocks and distant blocks are listed of a sequence of `length` tokens, and the first local
+        block."""
         newest = (length - 1) // self.block_size
         first_local = max(0, min(newest - self.local + 1, (length - 1) // page_size * page_size // self.block_size))
         sinks = min(self.sink, first_local)

@@ -1,7 +1,8 @@
-"""Token-sparse selection (DeepSeek sparse attention): the tokens that a lightning indexer scores best, blocks of one token.
+"""Token-sparse selection (DeepSeek sparse attention): the tokens that a lightning indexer scores best, blocks of one
+token.
 
-Source: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025), section 1; the hint from "Guess-Verify-Refine: Data-Aware Top-K for
-Sparse-Attention Decoding".
+Source: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025), section 1; the hint from "Guess-Verify-Refine:
+Data-Aware Top-K for Sparse-Attention Decoding".
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TopTokens(Stateless):
-    """Each query reads exactly the `k` tokens that score best; of equal scores the earlier. A query that sees at most k tokens reads all.
+    """Each query reads exactly the `k` tokens that score best; of equal scores the earlier. A query that sees at most k
+    tokens reads all.
 
-    For layers of `LatentPages` whose model has a lightning indexer (`SelectContext.indexer`). T queries have T lists (ids `[B, T, k]`),
-    each among the tokens up to its own. A token whose page is not in the table is never listed. If too few others are left, the list is
-    filled with -1.
+    For layers of `LatentPages` whose model has a lightning indexer (`SelectContext.indexer`). T queries have T lists
+    (ids `[B, T, k]`), each among the tokens up to its own. A token whose page is not in the table is never listed. If
+    too few others are left, the list is filled with -1.
 
-    hinted: the state of a layer is then the list of the step before, `[B, k]` int32, -1 where there is none, instead of `()`. Neighbouring
-    steps choose nearly the same tokens, so `top_k` gets this list as a hint where to start. The hint never changes the result. The op's
-    default start ignores it.
+    hinted: the state of a layer is then the list of the step before, `[B, k]` int32, -1 where there is none, instead of
+    `()`. Neighbouring steps choose nearly the same tokens, so `top_k` gets this list as a hint where to start. The hint
+    never changes the result. The op's default start ignores it.
     """
 
     k: int = 2048
@@ -112,10 +114,12 @@ def best_tokens(
     hint: Int[Array, "B*T k"] | None = None,
     shards: Shards | None = None,
 ) -> Int[Array, "B T k"]:
-    """The k tokens that score best for each query, ascending, -1 where there is none. Of equal scores the earlier token wins.
+    """The k tokens that score best for each query, ascending, -1 where there is none. Of equal scores the earlier token
+    wins.
 
-    shards: the mesh over whose devices pages are sharded; page_table then names those of this device, and the list is over all of them.
-    ends: positions of the queries are [ends - T, ends). seen: tokens that each query may attend to, its own included; 0 for none.
+    shards: the mesh over whose devices pages are sharded; page_table then names those of this device, and the list is
+    over all of them. ends: positions of the queries are [ends - T, ends). seen: tokens that each query may attend to,
+    its own included; 0 for none.
     """
     scales = layer.index.get(INDEXER_SCALES)
     scores = indexer_scores(indexer.q, indexer.weights, layer.index[INDEXER], page_table, ends, scales=scales)

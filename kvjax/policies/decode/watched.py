@@ -1,8 +1,9 @@
-"""A policy that is watched: some of its steps measure the share of dense's attention that lies outside the list, and may read more.
+"""A policy that is watched: some of its steps measure the share of dense's attention that lies outside the list, and
+may read more.
 
-A measured step scores every key once, without values, in float32. By then the keys are written, so the share is that of this very step. An
-engine runs the program made here only where a row is measured, or where a head reads more. For all other steps it runs the program of the
-policy alone (`kvjax.engine.watching`).
+A measured step scores every key once, without values, in float32. By then the keys are written, so the share is that of
+this very step. An engine runs the program made here only where a row is measured, or where a head reads more. For all
+other steps it runs the program of the policy alone (`kvjax.engine.watching`).
 """
 
 from __future__ import annotations
@@ -40,22 +41,24 @@ OWN, WIDE, WHOLE = range(3)
 """What a head reads: the policy's list, one of `LARGER` times the budget, every key."""
 
 DUE, LEVEL, SAMPLES, TOTAL, LARGEST, ALARMS, STEPS, MORE = range(8)
-"""Columns of the state, per KV head: 1 if the next step is measured wherever it is; what the head reads; measured steps; the sum of their
-shares, each the mean over the query heads; the largest share of a query head; alarms; steps that read more than the policy's list; keys
-that these read more. Whole numbers are exact up to 2^24."""
+"""Columns of the state, per KV head: 1 if the next step is measured wherever it is; what the head reads; measured
+steps; the sum of their shares, each the mean over the query heads; the largest share of a query head; alarms; steps
+that read more than the policy's list; keys that these read more. Whole numbers are exact up to 2^24."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Watched(Stateless):
-    """`policy`, and what its lists miss. The first step after a prompt is measured, and every step whose position `every` divides.
+    """`policy`, and what its lists miss. The first step after a prompt is measured, and every step whose position
+    `every` divides.
 
-    The share that a query head misses is 1 - exp(lse of the listed keys - lse of all keys). The share of a KV head is the mean over its
-    query heads. If it exceeds `max_missed`, the head reads a list of four times the budget, and if that misses too much, every key: in this
-    step and in all later ones of the sequence, in this layer. A head whose steps miss little again stays there. Which steps are measured
-    depends on positions alone, so one sequence gives the same bits in any company.
+    The share that a query head misses is 1 - exp(lse of the listed keys - lse of all keys). The share of a KV head is
+    the mean over its query heads. If it exceeds `max_missed`, the head reads a list of four times the budget, and if
+    that misses too much, every key: in this step and in all later ones of the sequence, in this layer. A head whose
+    steps miss little again stays there. Which steps are measured depends on positions alone, so one sequence gives the
+    same bits in any company.
 
-    policy: one that lists blocks and keeps no state. A budget is its field `k`, with `shortlist`, or `window_tokens`; a policy without
-    these goes to every key at once. max_missed: above 0; 1 measures and never alarms.
+    policy: one that lists blocks and keeps no state. A budget is its field `k`, with `shortlist`, or `window_tokens`; a
+    policy without these goes to every key at once. max_missed: above 0; 1 measures and never alarms.
     """
 
     policy: DecodePolicy
@@ -73,7 +76,8 @@ class Watched(Stateless):
 
     @functools.cached_property
     def wider(self) -> DecodePolicy | None:
-        """The policy with `LARGER` times the budget; None where it has no budget to enlarge, or other layers read its lists."""
+        """The policy with `LARGER` times the budget; None where it has no budget to enlarge, or other layers read its
+        lists."""
         names = [each.name for each in dataclasses.fields(self.policy)] if dataclasses.is_dataclass(self.policy) else []
         found = {name: getattr(self.policy, name) for name in names if name in ("k", "shortlist", "window_tokens")}
         changes = {name: LARGER * value for name, value in found.items() if isinstance(value, int)}
@@ -123,7 +127,8 @@ class Watched(Stateless):
         return self.policy.scores(query, layer, ctx, ()) if isinstance(self.policy, ScoresBlocks) else None
 
     def attend(self, query, layer, ctx, state):
-        """What the policy reads, unless the step is measured or a head reads more. The list that is returned is the policy's own."""
+        """What the policy reads, unless the step is measured or a head reads more. The list that is returned is the
+        policy's own."""
         out, blocks, _ = self.policy.attend(query, layer, ctx, ())
         if blocks is None:
             return out, None, state
@@ -208,7 +213,8 @@ class Watched(Stateless):
 
     @property
     def suffix(self) -> str:
-        """What its name adds to that of the policy: "+missed0.02", or "+missed0.02/8" where every 8th step is measured."""
+        """What its name adds to that of the policy: "+missed0.02", or "+missed0.02/8" where every 8th step is
+        measured."""
         share = f"{self.max_missed:g}"
         share = share if float(share) == self.max_missed else repr(self.max_missed)
         return f"+missed{share}" + f"/{self.every}" * (self.every != EVERY)

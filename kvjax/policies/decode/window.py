@@ -21,11 +21,13 @@ class Window(Stateless):
 
     The list names the pages that hold them; the kernel masks the rest of the first and of the oldest page.
 
-    release: give back the pages outside sinks and window, so that a sequence of any length takes the same memory. remap: read sinks as if
-    they stood right before the window, which is StreamingLLM's rule: positions are those in the cache and never exceed sinks and window, so
-    a sequence may be longer than the model's positions. Then sinks are whole pages. False: positions are those in the text.
+    release: give back the pages outside sinks and window, so that a sequence of any length takes the same memory.
+    remap: read sinks as if they stood right before the window, which is StreamingLLM's rule: positions are those in the
+    cache and never exceed sinks and window, so a sequence may be longer than the model's positions. Then sinks are
+    whole pages. False: positions are those in the text.
 
-    Keys stay as they were rotated. With remap the query is turned for the sinks, because only its distance to a key matters.
+    Keys stay as they were rotated. With remap the query is turned for the sinks, because only its distance to a key
+    matters.
     """
 
     sink_tokens: int

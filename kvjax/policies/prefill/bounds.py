@@ -47,13 +47,15 @@ class ByBounds(TileLists):
 
 @dataclasses.dataclass(frozen=True)
 class BoundsBlocks(ByBounds):
-    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that its queries may pay the most attention.
+    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that its queries may pay the
+    most attention.
 
-    The attention that a query may pay a block is estimated by a softmax, over all earlier blocks, of the upper bounds of its logits there.
-    The bounds come from elementwise maxima and minima of the block's keys, the index that `top:K` scans in decoding. So every query counts,
-    and no key is read. pooling: "sum" or "max" over a tile's queries. Blocks that sinks or window hold anyway are not listed. dense_below:
-    sequences up to this many tokens are dense. None: twice what lists, sinks and window hold, because up to there dense attention was as
-    fast on an H200 (docs/measured/prefill.md). 0: only sequences are dense whose lists would hold everything.
+    The attention that a query may pay a block is estimated by a softmax, over all earlier blocks, of the upper bounds
+    of its logits there. The bounds come from elementwise maxima and minima of the block's keys, the index that `top:K`
+    scans in decoding. So every query counts, and no key is read. pooling: "sum" or "max" over a tile's queries. Blocks
+    that sinks or window hold anyway are not listed. dense_below: sequences up to this many tokens are dense. None:
+    twice what lists, sinks and window hold, because up to there dense attention was as fast on an H200
+    (docs/measured/prefill.md). 0: only sequences are dense whose lists would hold everything.
 
     Source: bounds of Quest (Tang et al., ICML 2024), of every query of a tile.
     """

@@ -9,19 +9,21 @@ from jaxtyping import Array, Float
 def delta_correction(
     sparse: Float[Array, "B T H D"], exact: Float[Array, "B R H D"], gamma: int, *, damping_rows: int | None = None
 ) -> Float[Array, "B T H D"]:
-    """Sparse attention plus the error of the nearest exact query at or before it: sparse[t] + exact[r] - sparse[r * gamma], r = t // gamma.
+    """Sparse attention plus the error of the nearest exact query at or before it: sparse[t] + exact[r] - sparse[r *
+    gamma], r = t // gamma.
 
-    sparse: the output of T consecutive queries over some of their keys. exact: the output of queries 0, gamma, 2 * gamma, ... of these over
-    all of their keys, R = ceil(T / gamma). Returns `[B, T, H, D]` in the dtype of `sparse`, computed in float32; queries r * gamma get
-    their exact output. Memory: that of the inputs in float32.
+    sparse: the output of T consecutive queries over some of their keys. exact: the output of queries 0, gamma, 2 *
+    gamma, ... of these over all of their keys, R = ceil(T / gamma). Returns `[B, T, H, D]` in the dtype of `sparse`,
+    computed in float32; queries r * gamma get their exact output. Memory: that of the inputs in float32.
 
-    damping_rows: None corrects in full, as published. A number makes tiles of so many consecutive rows, and damps the correction. The
-    factor says how well, so far in the tile, the lack of one exact query predicted the lack of the next. With lack[r] = exact[r] - sparse[r
-    * gamma] and told[r] = lack[r - 1] . lack[r], per head, over the rows i <= r of the tile that have one before them: the sum of told[i]
-      less its standard error, the root of the sum of told[i]^2, by the sum of |lack[i - 1]|^2, cut to [0, 1]; always 0 in the first two
-      rows of a tile. Without the standard error it is the best factor, in least squares, for a query gamma tokens on. Where neighbours lack
-      the same, the factor grows towards 1 (equation 3). Where their lacks have nothing in common, as with lists that miss little, a full
-      correction would only add error.
+    damping_rows: None corrects in full, as published. A number makes tiles of so many consecutive rows, and damps the
+    correction. The factor says how well, so far in the tile, the lack of one exact query predicted the lack of the
+    next. With lack[r] = exact[r] - sparse[r
+    * gamma] and told[r] = lack[r - 1] . lack[r], per head, over the rows i <= r of the tile that have one before them:
+      the sum of told[i] less its standard error, the root of the sum of told[i]^2, by the sum of |lack[i - 1]|^2, cut
+      to [0, 1]; always 0 in the first two rows of a tile. Without the standard error it is the best factor, in least
+      squares, for a query gamma tokens on. Where neighbours lack the same, the factor grows towards 1 (equation 3).
+      Where their lacks have nothing in common, as with lists that miss little, a full correction would only add error.
 
     Raises ValueError when gamma or damping_rows is not positive or shapes do not fit.
 
@@ -45,7 +47,8 @@ def delta_correction(
 
 
 def _carried_over(lack: Float[Array, "B R H D"], rows: int) -> Float[Array, "B R H"]:
-    """For every row, the damping factor: the share of a row's lack that the next row surely had too, over its tile so far."""
+    """For every row, the damping factor: the share of a row's lack that the next row surely had too, over its tile so
+    far."""
     batch, num_rows, num_heads, head_dim = lack.shape
     tiles = jnp.pad(lack, ((0, 0), (0, -num_rows % rows), (0, 0), (0, 0))).reshape(batch, -1, rows, num_heads, head_dim)
     before = jnp.pad(tiles[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0)))

@@ -21,9 +21,11 @@ _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
 class DenseWhereCovered:
-    """Policies that attend sparsely (`attend_sparse`) to sequences of more than `dense_tokens` tokens, and densely to others.
+    """Policies that attend sparsely (`attend_sparse`) to sequences of more than `dense_tokens` tokens, and densely to
+    others.
 
-    Up to that length their lists would hold every key, or `dense_below` was set. The length is the longest of the batch at the chunk's end.
+    Up to that length their lists would hold every key, or `dense_below` was set. The length is the longest of the batch
+    at the chunk's end.
     """
 
     queries_stand_alone = False
@@ -46,8 +48,8 @@ def _say_dense(policy: DenseWhereCovered, capacity: int) -> None:
 
 
 class TileLists(DenseWhereCovered):
-    """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `sink_tokens` and
-    `window_tokens`."""
+    """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `sink_tokens`
+    and `window_tokens`."""
 
     @property
     def dense_tokens(self) -> int:
@@ -86,7 +88,8 @@ class TileLists(DenseWhereCovered):
 
 @dataclasses.dataclass(frozen=True)
 class BestBlocks(TileLists):
-    """Policies that list, per tile of `chi` queries and query head, the `k` distant blocks of `key_block` keys that they score best.
+    """Policies that list, per tile of `chi` queries and query head, the `k` distant blocks of `key_block` keys that
+    they score best.
 
     word: the policy's name is `word:k` if its other sizes are the defaults.
     """
@@ -139,8 +142,8 @@ def distant_blocks(
 def best_blocks(
     scores: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], k: int, budgets: Int[Array, "*tiles"] | None = None
 ) -> Int[Array, "*tiles W"]:
-    """The k candidates of each row that score highest, ascending, -1 at the end. Of equal ones the lower wins. W = min(k, S). budgets: how
-    many a row may have, if fewer than k."""
+    """The k candidates of each row that score highest, ascending, -1 at the end. Of equal ones the lower wins. W =
+    min(k, S). budgets: how many a row may have, if fewer than k."""
     scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
     best, ids = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), min(k, scores.shape[-1]))
     within = True if budgets is None else jnp.arange(ids.shape[-1]) < budgets[..., None]

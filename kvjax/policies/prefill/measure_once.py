@@ -1,4 +1,5 @@
-"""Measure once, mask once: exact attention of a few queries chooses the blocks for all queries and corrects their output."""
+"""Measure once, mask once: exact attention of a few queries chooses the blocks for all queries and corrects their
+output."""
 
 from __future__ import annotations
 
@@ -17,19 +18,21 @@ from pallas_kernels.selection.union_blocks import union_blocks
 
 @dataclasses.dataclass(frozen=True)
 class MeasureOnceMaskOnce(TileLists):
-    """Every `gamma`-th query attends to all keys, and lists the `k` distant blocks with the largest log-sum-exp of logits, per query head:
-    `k_exact` exactly, the others estimated. The lists of the `chi / gamma` such queries of a tile are united. The tile attends to the
-    `k_trim` best blocks of the union (None: all), to its sinks and its window. Then the output of the exact queries corrects the others.
+    """Every `gamma`-th query attends to all keys, and lists the `k` distant blocks with the largest log-sum-exp of
+    logits, per query head: `k_exact` exactly, the others estimated. The lists of the `chi / gamma` such queries of a
+    tile are united. The tile attends to the `k_trim` best blocks of the union (None: all), to its sinks and its window.
+    Then the output of the exact queries corrects the others.
 
-    rank: the order in which blocks are trimmed: "mass", the summed attention of the tile's exact queries, or "score", the mean of their
-    log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found: in "buckets", or by a "quantile", as
-    published (equation 6; see `query_sparse_attention`). delta: "damped" (`delta_correction`), "plain" (equation 3 as published) or "off".
+    rank: the order in which blocks are trimmed: "mass", the summed attention of the tile's exact queries, or "score",
+    the mean of their log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found: in
+    "buckets", or by a "quantile", as published (equation 6; see `query_sparse_attention`). delta: "damped"
+    (`delta_correction`), "plain" (equation 3 as published) or "off".
 
-    Blocks that sinks or window hold anyway are not listed. dense_below: sequences up to this many tokens are dense, although lists would
-    not hold everything, because that is faster there (0: none).
+    Blocks that sinks or window hold anyway are not listed. dense_below: sequences up to this many tokens are dense,
+    although lists would not hold everything, because that is faster there (0: none).
 
-    Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2; as published with rank "score", estimate
-    "quantile" and delta "plain".
+    Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2; as published with rank
+    "score", estimate "quantile" and delta "plain".
     """
 
     reads_packed = True
@@ -83,8 +86,8 @@ class MeasureOnceMaskOnce(TileLists):
         return max(self.dense_below, covered_tokens(kept, self.key_block, self.sink_tokens, self.row_window))
 
     def sparsity(self, tokens: int) -> float:
-        """The share of a context of `tokens` tokens that a query does not read (equation 9); K is `k_trim`; without trimming, the largest
-        possible union."""
+        """The share of a context of `tokens` tokens that a query does not read (equation 9); K is `k_trim`; without
+        trimming, the largest possible union."""
         kept = self.k * self.chi // self.gamma if self.k_trim is None else self.k_trim
         read = self.key_block * kept + self.sink_tokens + self.window_tokens + tokens / self.gamma
         return 1 - min(1, read / tokens)
@@ -100,8 +103,8 @@ class MeasureOnceMaskOnce(TileLists):
         return exact, self.unite(lse, ids, scores, num_blocks=num_blocks)
 
     def unite(self, lse, ids, scores, *, num_blocks: int, implementation: str | None = None):
-        """The united lists of the tiles, `[B, C, H, W]`, from what `query_sparse_attention` gave every gamma-th query: lse `[B, R, H]`, ids
-        and scores `[B, R, H, k]`. num_blocks: a number that no block reaches."""
+        """The united lists of the tiles, `[B, C, H, W]`, from what `query_sparse_attention` gave every gamma-th query:
+        lse `[B, R, H]`, ids and scores `[B, R, H, k]`. num_blocks: a number that no block reaches."""
         rows, rank = self.chi // self.gamma, "mean"
         if self.rank == "mass":
             scores, rank = jnp.exp(scores - lse[..., None]), "sum"

@@ -30,8 +30,8 @@ PEERS = {
     "bounds-share": "bounds_share.py:BoundsShare",
     "vertical-slash": "vertical_slash.py:VerticalSlash",
 }
-"""Policies that others are compared with: the files and classes of benchmarks/peers, by the first words of their names in results.
-"bounds-share" stands for names such as bounds:0.01."""
+"""Policies that others are compared with: the files and classes of benchmarks/peers, by the first words of their names
+in results. "bounds-share" stands for names such as bounds:0.01."""
 
 
 def _hint(text: str) -> str:
@@ -58,15 +58,16 @@ parse_recorded_prefill = _NAMES.parse_recorded
 
 
 def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
-    """The prefill policy of a name: built in, registered (`kvjax.policies.prefill.register`), or a class in a file, named as in
-    `decode.parse`. A policy is returned as it is. The ValueError lists the known forms, or says what is wrong with the user's own policy.
-    Names that stand in data go to `parse_recorded_prefill`, which loads no file.
+    """The prefill policy of a name: built in, registered (`kvjax.policies.prefill.register`), or a class in a file,
+    named as in `decode.parse`. A policy is returned as it is. The ValueError lists the known forms, or says what is
+    wrong with the user's own policy. Names that stand in data go to `parse_recorded_prefill`, which loads no file.
     """
     return _NAMES.parse(name)
 
 
 def built_in_name(name: str) -> str | None:
-    """The name of a built-in policy as in reports; None for names whose meaning depends on the process, and for `auto`."""
+    """The name of a built-in policy as in reports; None for names whose meaning depends on the process, and for
+    `auto`."""
     if not _NAMES.is_built_in(name):
         return None
     policy = _NAMES.built_in(name)

@@ -24,8 +24,8 @@ QUERY_TILE = 128
 class TopTokensPrefill:
     """Each query reads exactly the `k` tokens up to itself that score best; of equal scores the earlier.
 
-    For layers of `LatentPages` whose model has a lightning indexer (`PrefillContext.indexer`). Chunks that end, when full, within the first
-    k tokens are dense: their lists would hold every token.
+    For layers of `LatentPages` whose model has a lightning indexer (`PrefillContext.indexer`). Chunks that end, when
+    full, within the first k tokens are dense: their lists would hold every token.
     """
 
     k: int = 2048

@@ -50,27 +50,31 @@ def block_sparse_attention(
     """Causal attention of a chunk of queries per sequence, each tile of queries over its own list of key blocks.
 
     Args:
-        q, pages, table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position starts[b] on, over
-            pages that hold `lengths` tokens, the chunk's own included. Pages that no table names and tokens that nothing wrote may hold
-            anything, NaN too.
-        blocks: int32, the logical blocks to read, per tile of `query_tile` consecutive queries (C = ceil(T / query_tile); the last tile may
-            be shorter) and per query head. Each block is listed at most once, in any order; -1 anywhere = none. Blocks that do not exist,
-            have no page or lie after the queries are skipped. A list ends at its last entry that is not -1: trailing -1 cost nothing.
+        q, pages, table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position
+            starts[b] on, over pages that hold `lengths` tokens, the chunk's own included. Pages that no table names and
+            tokens that nothing wrote may hold anything, NaN too.
+        blocks: int32, the logical blocks to read, per tile of `query_tile` consecutive queries (C = ceil(T /
+            query_tile); the last tile may be shorter) and per query head. Each block is listed at most once, in any
+            order; -1 anywhere = none. Blocks that do not exist, have no page or lie after the queries are skipped. A
+            list ends at its last entry that is not -1: trailing -1 cost nothing.
         block_size: tokens per block, divides P.
         query_tile: queries per tile, at least 1.
-        window: (sink_tokens, window_tokens). Keys at positions < sink_tokens or > query position - window_tokens are read too, whether
-            listed or not, and once only. None adds none.
+        window: (sink_tokens, window_tokens). Keys at positions < sink_tokens or > query position - window_tokens are
+            read too, whether listed or not, and once only. None adds none.
         sm_scale: multiplies the logits, or a `pallas_kernels.core.soft_cap.SoftCap`.
         config: settings of the implementation; "xla" and "mosaic_tpu" take the `Config` of
             `pallas_kernels.attention.block_sparse_attention.xla` and `.mosaic_tpu`.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits that were read, natural log). A
-    query with nothing to read gives 0 and -inf. Queries at or past `lengths` (padding) give finite values that mean nothing.
+    Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits that were
+    read, natural log). A query with nothing to read gives 0 and -inf. Queries at or past `lengths` (padding) give
+    finite values that mean nothing.
 
-    Memory: that of q and out, and a tile; never T x S. Over packed pages, "mosaic_gpu" may take up to 2^28 bytes for their numbers.
+    Memory: that of q and out, and a tile; never T x S. Over packed pages, "mosaic_gpu" may take up to 2^28 bytes for
+    their numbers.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
     Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithm 1, step 3.
     """

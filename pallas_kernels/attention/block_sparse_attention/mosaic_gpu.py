@@ -1,15 +1,16 @@
-"""block_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.prefill.prefill_fold` over sinks, window and a list of
-blocks.
+"""block_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.prefill.prefill_fold` over sinks, window
+and a list of blocks.
 
-A tile's walk takes the blocks that sinks and window touch, in ascending order, then the listed ones in list order, two blocks of 64 keys to
-a tile of keys. In the first group a query reads exactly its sinks and window, in the second exactly the rest. So a block in both groups is
-read twice and counted once, and no list has to be sorted or cleaned. A row's bits depend only on its own list, keys and window.
+A tile's walk takes the blocks that sinks and window touch, in ascending order, then the listed ones in list order, two
+blocks of 64 keys to a tile of keys. In the first group a query reads exactly its sinks and window, in the second
+exactly the rest. So a block in both groups is read twice and counted once, and no list has to be sorted or cleaned. A
+row's bits depend only on its own list, keys and window.
 
 Packed pages are unpacked by each CTA that reads them, or all of a chunk's once, before (`widens`), with the same bits.
 
-Memory traffic: q and out once; each listed block once per tile of 128 queries and query head; where pages are unpacked before, also the
-codes of all of them once and their numbers once. Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-3 (arXiv
-2407.08608).
+Memory traffic: q and out once; each listed block once per tile of 128 queries and query head; where pages are unpacked
+before, also the codes of all of them once and their numbers once. Source: "Measure Once, Mask Once", Algorithm 1, step
+3; FlashAttention-3 (arXiv 2407.08608).
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from pallas_kernels.hopper.prefill import packed_tiles, prefill_fold, wide_pages
 from pallas_kernels.hopper.prefill.prefill_fold import TILE_ROWS
 
 WIDE_BYTES = 2**28
-"""Most bytes of the numbers of all pages of a table that are unpacked before: 128K tokens of 4 KV heads of head dim 128."""
+"""Most bytes of the numbers of all pages of a table that are unpacked before: 128K tokens of 4 KV heads of head dim
+128."""
 
 MIN_READS = 8
-"""How often lists and window must have room to read a key, in the mean over all keys of the table, to unpack all of them before."""
+"""How often lists and window must have room to read a key, in the mean over all keys of the table, to unpack all of
+them before."""
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | None:
@@ -54,8 +57,8 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks)
 
 
 def widens(s: prefill_fold.Shape, call: Call, pages, table, blocks) -> bool:
-    """Whether all packed pages of a chunk are unpacked once, before lists are read. Spans of them, as `flash_attention` has, would cut
-    lists."""
+    """Whether all packed pages of a chunk are unpacked once, before lists are read. Spans of them, as `flash_attention`
+    has, would cut lists."""
     tokens = table.shape[1] * s.page_size
     keys = min(blocks.shape[3] * call.block_size + sum(call.window or (0, 0)), tokens)
     fits = wide_pages.span_bytes(s, wide_pages.whole_span(s, table.shape[1])) <= WIDE_BYTES
@@ -78,8 +81,8 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
 
 
 def _walk(s: prefill_fold.Shape, call: Call, opened: bool, refs, row, head, tile):
-    """The pieces of keys that sinks and window touch, padded to whole tiles of keys, then those of the listed blocks. opened: then those of
-    the queries' own pages again."""
+    """The pieces of keys that sinks and window touch, padded to whole tiles of keys, then those of the listed blocks.
+    opened: then those of the queries' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref, blocks_ref, counts_ref = refs
     first, length = starts_ref[row] + tile * TILE_ROWS, lengths_ref[row]
     of_list = lax.div(tile, jnp.int32(call.query_tile // TILE_ROWS))

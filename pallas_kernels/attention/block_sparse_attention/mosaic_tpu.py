@@ -1,11 +1,13 @@
-"""block_sparse_attention for TPU: `pallas_kernels.tpu.prefill_fold` over sinks, window and a list of blocks, a query head at a time.
+"""block_sparse_attention for TPU: `pallas_kernels.tpu.prefill_fold` over sinks, window and a list of blocks, a query
+head at a time.
 
-A tile's walk takes the blocks that sinks and window touch, in ascending order, then the listed ones in list order, as many to a tile of
-keys as fit. In the first group a query reads exactly its sinks and window, in the second exactly the rest. So a block in both groups is
-read twice and counted once, and no list has to be sorted or cleaned. A row's bits depend only on its own list, keys and window.
+A tile's walk takes the blocks that sinks and window touch, in ascending order, then the listed ones in list order, as
+many to a tile of keys as fit. In the first group a query reads exactly its sinks and window, in the second exactly the
+rest. So a block in both groups is read twice and counted once, and no list has to be sorted or cleaned. A row's bits
+depend only on its own list, keys and window.
 
-Memory traffic: q and out once; each listed block once per tile of `query_tile` queries and query head, `2 * block_size * D * itemsize`
-bytes, and likewise each block that sinks and window touch; lists once.
+Memory traffic: q and out once; each listed block once per tile of `query_tile` queries and query head, `2 * block_size
+* D * itemsize` bytes, and likewise each block that sinks and window touch; lists once.
 
 Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-2 (arXiv 2307.08691).
 """

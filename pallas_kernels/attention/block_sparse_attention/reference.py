@@ -1,4 +1,5 @@
-"""block_sparse_attention by definition, in float32: every logit of every query, softmax over the keys of its list, sinks and window.
+"""block_sparse_attention by definition, in float32: every logit of every query, softmax over the keys of its list,
+sinks and window.
 
 Slow, and needs T x S per head: only for tests and debugging.
 """

@@ -1,10 +1,11 @@
 """block_sparse_attention for any backend: one walk per tile of queries over the blocks it reads, with online softmax.
 
-A tile's walk takes the blocks that sinks and window touch, then the listed ones. In the first group a query reads exactly its sinks and
-window, in the second exactly the rest. So a block in both groups is read twice and counted once, and no list has to be sorted or cleaned.
-Each row walks its own tiles in order and stops after the last entry that any of its heads has. So its bits depend neither on the width of
-lists and tables nor on the other rows. Memory traffic: each block once per tile and query head. Memory needed: keys and values of one step,
-`rows * H * key_tile * D` each, and its logits, `rows * H * query_tile * key_tile` float32.
+A tile's walk takes the blocks that sinks and window touch, then the listed ones. In the first group a query reads
+exactly its sinks and window, in the second exactly the rest. So a block in both groups is read twice and counted once,
+and no list has to be sorted or cleaned. Each row walks its own tiles in order and stops after the last entry that any
+of its heads has. So its bits depend neither on the width of lists and tables nor on the other rows. Memory traffic:
+each block once per tile and query head. Memory needed: keys and values of one step, `rows * H * key_tile * D` each, and
+its logits, `rows * H * query_tile * key_tile` float32.
 
 Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-2 (arXiv 2307.08691) for the online softmax.
 """
@@ -26,7 +27,8 @@ from pallas_kernels.xla import key_tiles, online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """key_tile: keys per step, in tokens, rounded down to whole blocks, at least one. rows: tiles of queries computed together."""
+    """key_tile: keys per step, in tokens, rounded down to whole blocks, at least one. rows: tiles of queries computed
+    together."""
 
     key_tile: int = 512
     rows: int = 1
@@ -75,7 +77,8 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
 
 
 def _always_read(first: Int[Array, ""], query_tile: int, block_size: int, window: tuple[int, int] | None) -> Int[Array, "A"]:
-    """The blocks that the sinks or the window of a tile's queries touch, each once. Blocks beyond the last query are -1."""
+    """The blocks that the sinks or the window of a tile's queries touch, each once. Blocks beyond the last query are
+    -1."""
     if window is None:
         return jnp.zeros(0, jnp.int32)
     sinks = -(-window[0] // block_size)
@@ -86,7 +89,8 @@ def _always_read(first: Int[Array, ""], query_tile: int, block_size: int, window
 
 
 def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array, "H W"], table, length, pages) -> online_softmax.Partial:
-    """Fold the keys that the R queries at positions first, first + 1, ... read: sinks and window of `always`, the rest of `listed`."""
+    """Fold the keys that the R queries at positions first, first + 1, ... read: sinks and window of `always`, the rest
+    of `listed`."""
     num_heads, query_tile = q.shape[:2]
     block_size, window, page_size = call.block_size, call.window, pages.page_size
     per_step = max(1, call.config.key_tile // block_size)
@@ -120,7 +124,8 @@ def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array
 
 
 def _own_pages(call: Call, q: Float[Array, "H R D"], first, listed: Int[Array, "H W"], table, length, pages, partial):
-    """Fold the open pages of the R queries at positions first, first + 1, ...: of its own page each reads what it would read packed."""
+    """Fold the open pages of the R queries at positions first, first + 1, ...: of its own page each reads what it would
+    read packed."""
     num_heads, query_tile = q.shape[:2]
     page_size, per_page = pages.page_size, pages.page_size // call.block_size
     query_pos = (first + jnp.arange(query_tile, dtype=jnp.int32))[:, None]

@@ -1,10 +1,11 @@
 """flash_attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`, for NVIDIA GPUs from Ampere on.
 
-cuDNN reads keys and values of a sequence as one array, and its causal mask begins at the first key. So pages are copied, and there is one
-call for the chunk's own keys and one for each tile of the history, which their log-sum-exps combine. JAX rounds a log-sum-exp to 16 bits,
-and XLA leaves that out, because the way back follows at once (with `--xla_allow_excess_precision=false` it does not, and results are less
-accurate). Memory traffic: the history is read, copied and read again once per chunk; cuDNN reads a tile's keys once per tile of queries.
-Memory needed: a tile of keys and values, and the output in float32. If a page of a chunk is missing (-1), `xla` takes the call.
+cuDNN reads keys and values of a sequence as one array, and its causal mask begins at the first key. So pages are
+copied, and there is one call for the chunk's own keys and one for each tile of the history, which their log-sum-exps
+combine. JAX rounds a log-sum-exp to 16 bits, and XLA leaves that out, because the way back follows at once (with
+`--xla_allow_excess_precision=false` it does not, and results are less accurate). Memory traffic: the history is read,
+copied and read again once per chunk; cuDNN reads a tile's keys once per tile of queries. Memory needed: a tile of keys
+and values, and the output in float32. If a page of a chunk is missing (-1), `xla` takes the call.
 """
 
 from __future__ import annotations
@@ -96,13 +97,15 @@ def _attend_chunk(
 
 
 def _attend_history(call: Call, q: Float[Array, "B T H D"], pages: Pages, table: Int[Array, "B M"], counts: Int[Array, "B"]) -> Attended:
-    """Attention of every query to the first `counts` positions of its sequence, in float32; 0 and -inf where there are none."""
+    """Attention of every query to the first `counts` positions of its sequence, in float32; 0 and -inf where there are
+    none."""
     page_size, width = pages.page_size, table.shape[1]
     tile = max(1, call.config.tile_tokens // page_size)
     cut = key_tiles.Cut(width, tile, tile)
     held = jnp.clip(counts[:, None] - page_size * jnp.arange(width, dtype=jnp.int32), 0, page_size)  # tokens of each page
     held = jnp.where(table >= 0, held, 0)
-    # Pages that are there first. Then only the last of these can be filled in part, and the tokens need no mask but their number.
+    # Pages that are there first. Then only the last of these can be filled in part, and the tokens need no mask but
+    # their number.
     order = jnp.argsort(held == 0, axis=1, stable=True)
     frames = jnp.pad(jnp.take_along_axis(jnp.maximum(table, 0), order, axis=1), ((0, 0), (0, cut.width - width)))
     total = held.sum(axis=1, dtype=jnp.int32)
@@ -121,8 +124,9 @@ def _attend_history(call: Call, q: Float[Array, "B T H D"], pages: Pages, table:
 
 
 def _product(q: Float[Array, "B T H D"], k: Array, v: Array, counts: Int[Array, "B"], *, sm_scale: float, is_causal: bool) -> Attended:
-    """Attention to the first `counts` keys of k and v `[B, S, K, D]`. is_causal: query t sees only keys up to t. The log-sum-exp is -inf
-    where a count is 0, and then the output means nothing. Keys and values from a count on must be finite."""
+    """Attention to the first `counts` keys of k and v `[B, S, K, D]`. is_causal: query t sees only keys up to t. The
+    log-sum-exp is -inf where a count is 0, and then the output means nothing. Keys and values from a count on must be
+    finite."""
     options = {"scale": sm_scale, "is_causal": is_causal, "key_value_seq_lengths": jnp.maximum(counts, 1), "return_residual": True}
     out, lse = jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
     return out, jnp.where((counts > 0)[:, None, None], lse.astype(jnp.float32), -jnp.inf)

@@ -1,22 +1,26 @@
-"""flash_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.prefill.prefill_fold` over every tile of keys, or those of sinks
-and window.
+"""flash_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.prefill.prefill_fold` over every tile of keys,
+or those of sinks and window.
 
-Key tiles are fixed spans of absolute positions, walked in ascending order. So a row's bits depend neither on where its chunk starts, nor on
-the width of the page table, nor on the other rows.
+Key tiles are fixed spans of absolute positions, walked in ascending order. So a row's bits depend neither on where its
+chunk starts, nor on the width of the page table, nor on the other rows.
 
-A chunk whose heads and tiles of queries are too few CTAs for the multiprocessors of a device has its keys split (`clusters.splits_of`):
-tile j of the keys goes to part j modulo the number of parts, and the parts are merged in order. That number depends only on the heads, so
-each part of a row has the same keys, in the same order, whatever the length, the table's width and the chunk. Chunks that are split and
-chunks that are not differ in their bits. Attention in a window and over packed pages is not split: it has few tiles, or two kinds of them.
+A chunk whose heads and tiles of queries are too few CTAs for the multiprocessors of a device has its keys split
+(`clusters.splits_of`): tile j of the keys goes to part j modulo the number of parts, and the parts are merged in order.
+That number depends only on the heads, so each part of a row has the same keys, in the same order, whatever the length,
+the table's width and the chunk. Chunks that are split and chunks that are not differ in their bits. Attention in a
+window and over packed pages is not split: it has few tiles, or two kinds of them.
 
-Chunks of many queries over packed pages have them unpacked once, a span at a time (`flash_attention.widened`), with the same bits.
+Chunks of many queries over packed pages have them unpacked once, a span at a time (`flash_attention.widened`), with the
+same bits.
 
-Tiles of 128 queries of which none is needed (before `fresh`, or past the end) read no keys. With splits, a warpgroup of 64 such queries
-does not multiply (`hopper.prefill.prefill_fold.pass_by`). Others have the bits that they have beside queries that are needed.
+Tiles of 128 queries of which none is needed (before `fresh`, or past the end) read no keys. With splits, a warpgroup of
+64 such queries does not multiply (`hopper.prefill.prefill_fold.pass_by`). Others have the bits that they have beside
+queries that are needed.
 
-Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours share them. With
-splits, also splits * H * T * (D + 1) float32, written and read; independent of the number of keys. Source: FlashAttention-3 (arXiv
-2407.08608); Flash-Decoding for splits; StreamingLLM (arXiv 2309.17453) for sinks and window.
+Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours
+share them. With splits, also splits * H * T * (D + 1) float32, written and read; independent of the number of keys.
+Source: FlashAttention-3 (arXiv 2407.08608); Flash-Decoding for splits; StreamingLLM (arXiv 2309.17453) for sinks and
+window.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""flash_attention for TPU: `pallas_kernels.tpu.prefill_fold` over every tile of keys, or those that sinks and window touch.
+"""flash_attention for TPU: `pallas_kernels.tpu.prefill_fold` over every tile of keys, or those that sinks and window
+touch.
 
-A tile of queries has all heads of a KV head, `Config.rows` rows. Key tiles are fixed spans of absolute positions, walked in ascending
-order. So a row's bits depend neither on where its chunk starts, nor on the width of the page table, nor on the other rows.
+A tile of queries has all heads of a KV head, `Config.rows` rows. Key tiles are fixed spans of absolute positions,
+walked in ascending order. So a row's bits depend neither on where its chunk starts, nor on the width of the page table,
+nor on the other rows.
 
-Memory traffic: q and out once; keys and values of a sequence once per tile of queries and KV head, `2 * P * D * itemsize` bytes a page, up
-to the tile's last query, without pages that lie between sinks and window.
+Memory traffic: q and out once; keys and values of a sequence once per tile of queries and KV head, `2 * P * D *
+itemsize` bytes a page, up to the tile's last query, without pages that lie between sinks and window.
 
 Source: FlashAttention-2 (arXiv 2307.08691); StreamingLLM (arXiv 2309.17453) for sinks and window.
 """

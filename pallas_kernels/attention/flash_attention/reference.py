@@ -1,4 +1,5 @@
-"""flash_attention by definition, in float32: for each whole sequence, every logit of every query, softmax over those it may see.
+"""flash_attention by definition, in float32: for each whole sequence, every logit of every query, softmax over those it
+may see.
 
 Slow, and needs T x S per head: only for tests and debugging.
 """

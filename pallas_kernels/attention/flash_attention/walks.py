@@ -9,9 +9,9 @@ from pallas_kernels.hopper.prefill import packed_tiles, prefill_fold
 
 
 def over_keys(s: prefill_fold.Shape, window, opened: bool, span: int | None, refs, row, head, tile):
-    """Every tile of keys up to the last query, or those that sinks and window touch; none for a tile of queries that nobody needs. opened:
-    then tiles of the queries' own pages again. span: only tiles of so many positions, from the number that follows `fresh` in `refs` on;
-    a multiple of tile and page. None: all."""
+    """Every tile of keys up to the last query, or those that sinks and window touch; none for a tile of queries that
+    nobody needs. opened: then tiles of the queries' own pages again. span: only tiles of so many positions, from the
+    number that follows `fresh` in `refs` on; a multiple of tile and page. None: all."""
     table_ref, starts_ref, lengths_ref, plain_ref, fresh_ref, *more_refs = refs
     first, length = starts_ref[row] + tile * prefill_fold.TILE_ROWS, lengths_ref[row]
     stop = jnp.minimum(first + prefill_fold.TILE_ROWS, length)

@@ -1,15 +1,18 @@
-"""flash_attention of many queries over packed pages (Hopper): a span of pages becomes bfloat16 once, and every tile of queries reads that.
+"""flash_attention of many queries over packed pages (Hopper): a span of pages becomes bfloat16 once, and every tile of
+queries reads that.
 
-The kernel for packed pages unpacks a tile of keys again for each 128 query rows of a KV head, which its products do not hide. Here
-`hopper.prefill.wide_pages` unpacks a span of positions into a buffer, and the kernel that folds copies tiles from it by TMA, as from pages
-of bfloat16. The next span takes the buffer's place, and what is folded so far waits in memory in float32 (`hopper.prefill.query_relay`).
-Open pages are read where they lie. So a row meets the same numbers in the same order as in one launch over packed pages, and has the same
-bits: these depend neither on the spans nor on which of the two ways a chunk takes.
+The kernel for packed pages unpacks a tile of keys again for each 128 query rows of a KV head, which its products do not
+hide. Here `hopper.prefill.wide_pages` unpacks a span of positions into a buffer, and the kernel that folds copies tiles
+from it by TMA, as from pages of bfloat16. The next span takes the buffer's place, and what is folded so far waits in
+memory in float32 (`hopper.prefill.query_relay`). Open pages are read where they lie. So a row meets the same numbers in
+the same order as in one launch over packed pages, and has the same bits: these depend neither on the spans nor on which
+of the two ways a chunk takes.
 
 The number of spans follows the longest row of the batch, when the program runs.
 
-Memory: `SPAN_BYTES` for a span, and H * T * (D + 2) float32 where the page table is wider than one. Memory traffic: codes and scales once
-per call, their numbers once written, then what bfloat16 pages cost; and the state of all rows twice per span but the last.
+Memory: `SPAN_BYTES` for a span, and H * T * (D + 2) float32 where the page table is wider than one. Memory traffic:
+codes and scales once per call, their numbers once written, then what bfloat16 pages cost; and the state of all rows
+twice per span but the last.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ SPAN_BYTES = 2**27
 """Most bytes of the numbers of a span: 64K tokens of 4 KV heads of head dim 128."""
 
 MIN_ROWS = 2048
-"""Query rows of a KV head, all of its query heads together, from which a span is widened. Unpacking in the kernel costs about 0.3 of the
-products' time. For about 1,000 rows, that is the time in which codes are read and numbers are written."""
+"""Query rows of a KV head, all of its query heads together, from which a span is widened. Unpacking in the kernel costs
+about 0.3 of the products' time. For about 1,000 rows, that is the time in which codes are read and numbers are
+written."""
 
 SPAN = 5
 """Which operand of a launch, after table, starts, lengths, ends and `fresh`, is the first position of the span."""

@@ -1,9 +1,11 @@
-"""flash_attention for any backend: tiles of queries against tiles of keys with online softmax (FlashAttention-2, arXiv 2307.08691).
+"""flash_attention for any backend: tiles of queries against tiles of keys with online softmax (FlashAttention-2, arXiv
+2307.08691).
 
-Key tiles are fixed spans of absolute positions, read from their pages. Each tile of queries walks in order from the first to the last key
-that one of its rows may read, and skips tiles that a window leaves out. So a row's bits depend neither on the width of the page table, nor
-on how the history was written, nor on the other rows. Memory traffic: the keys and values of a sequence are read once per tile of queries.
-Memory needed: a tile of keys and values, and its logits, `H * query_tile * key_tile` float32.
+Key tiles are fixed spans of absolute positions, read from their pages. Each tile of queries walks in order from the
+first to the last key that one of its rows may read, and skips tiles that a window leaves out. So a row's bits depend
+neither on the width of the page table, nor on how the history was written, nor on the other rows. Memory traffic: the
+keys and values of a sequence are read once per tile of queries. Memory needed: a tile of keys and values, and its
+logits, `H * query_tile * key_tile` float32.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from pallas_kernels.xla import key_tiles, online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch computed together."""
+    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch computed
+    together."""
 
     query_tile: int = 256
     key_tile: int = 512
@@ -36,7 +39,8 @@ class Config:
 
 
 def default_config(q: Array) -> Config:
-    """Tiles that fit a CPU's caches; on other devices, tiles whose logits and weights fit into `tiles.MEMORY`, one row at a time."""
+    """Tiles that fit a CPU's caches; on other devices, tiles whose logits and weights fit into `tiles.MEMORY`, one row
+    at a time."""
     if key_tiles.on_cpu():
         return Config()
     query_tile = min(1024, q.shape[1])
@@ -78,7 +82,8 @@ def _attend(call: Call, q, pages, table, starts, lengths, fresh):
 
 
 def _walk(call: Call, q, first, query_tile, table, length, fresh, pages, pages_per_tile):
-    """Fold every key tile that the queries at positions first, first + 1, ... may read. q is `[K, G * query_tile, D]`."""
+    """Fold every key tile that the queries at positions first, first + 1, ... may read. q is `[K, G * query_tile,
+    D]`."""
     page_size, window = pages.page_size, call.window
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(first + jnp.arange(query_tile, dtype=jnp.int32), q.shape[1] // query_tile)[:, None]
@@ -109,7 +114,8 @@ def _walk(call: Call, q, first, query_tile, table, length, fresh, pages, pages_p
 
 
 def _own_pages(call: Call, q, first, query_tile, table, length, pages, partial):
-    """Fold the open pages of the queries at positions first, first + 1, ...: each query reads its own page. Arguments as of `_walk`."""
+    """Fold the open pages of the queries at positions first, first + 1, ...: each query reads its own page. Arguments
+    as of `_walk`."""
     page_size = pages.page_size
     query_pos = jnp.tile(first + jnp.arange(query_tile, dtype=jnp.int32), q.shape[1] // query_tile)[:, None]
 

@@ -45,36 +45,38 @@ def gather_attention(
 ) -> tuple[Array, ...]:
     """Attention of a few queries per sequence over a list of blocks of its keys.
 
-    Query t of row b stands at position lengths[b]-T+t. It attends to the keys at or before that position, so drafts are causal among
-    themselves.
+    Query t of row b stands at position lengths[b]-T+t. It attends to the keys at or before that position, so drafts are
+    causal among themselves.
 
     Args:
-        q: T queries per sequence (1, or a few drafted tokens), float32, bfloat16 or float16, heads of one KV head adjacent.
+        q: T queries per sequence (1, or a few drafted tokens), float32, bfloat16 or float16, heads of one KV head
+            adjacent.
         pages: the pool; frames that no table names may hold anything, NaN too.
         table: int32, logical page -> frame below N, -1 where there is none.
         lengths: int32, tokens written, those of the T queries included.
-        blocks: int32, the logical blocks that each KV head reads, each at most once, in any order, -1 anywhere = none. Blocks that do not
-            exist or have no frame are not read; `pallas_kernels.core.pages.missing` counts them. `[B, K, W]` is one list for all T queries.
-            `[B, T, K, W]` is one list per query: each query is then a row of its own, which shares the page table and reads its own list.
-            None reads every block (dense).
-        block_frames: int32, the frame of each listed block's page, -1 where there is none; the table is then not read. Only with one list
-            for all T queries.
+        blocks: int32, the logical blocks that each KV head reads, each at most once, in any order, -1 anywhere = none.
+            Blocks that do not exist or have no frame are not read; `pallas_kernels.core.pages.missing` counts them.
+            `[B, K, W]` is one list for all T queries. `[B, T, K, W]` is one list per query: each query is then a row of
+            its own, which shares the page table and reads its own list. None reads every block (dense).
+        block_frames: int32, the frame of each listed block's page, -1 where there is none; the table is then not read.
+            Only with one list for all T queries.
         block_size: tokens per block, divides P (default P). The block LSE has one value per block of this size.
-        window: (sink_tokens, window_tokens). Of the listed keys, only those at positions < sink_tokens or > query position - window_tokens
-            are attended.
+        window: (sink_tokens, window_tokens). Of the listed keys, only those at positions < sink_tokens or > query
+            position - window_tokens are attended.
         sm_scale: multiplies the logits, or a `pallas_kernels.core.soft_cap.SoftCap`.
         return_block_lse: return the third result.
         config: settings of the implementation, a `Config` of its module; give `implementation` with it.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns out `[B, T, H, Dv]` in q's dtype, lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log) and, if asked for, the
-    same per listed block `[B, T, H, W]` (W = M * P / block_size when blocks is None). A query with nothing to read gives 0 and -inf.
-    Memory: bounded by a tile of keys, see the implementation.
+    Returns out `[B, T, H, Dv]` in q's dtype, lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log)
+    and, if asked for, the same per listed block `[B, T, H, W]` (W = M * P / block_size when blocks is None). A query
+    with nothing to read gives 0 and -inf. Memory: bounded by a tile of keys, see the implementation.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
-    Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode; StreamingLLM (arXiv 2309.17453) for sinks and window; DeepSeek-V2
-    (arXiv 2405.04434, section 2.1) for attention over latents.
+    Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode; StreamingLLM (arXiv 2309.17453) for sinks and
+    window; DeepSeek-V2 (arXiv 2405.04434, section 2.1) for attention over latents.
     """
     check(q, pages, table, lengths=lengths)
     arrays = dispatch.signature(q=q, **pages.arrays, table=table, blocks=blocks)

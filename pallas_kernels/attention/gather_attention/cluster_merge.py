@@ -1,8 +1,8 @@
 """Merging the partial attentions of a cluster through distributed shared memory, in order of their numbers.
 
-Each CTA owns some columns of the output. Every part (a warpgroup's, or a CTA's with `decode_fold`) sends each owner its columns, and sends
-its maximum and sum to all. After one barrier of the cluster, each owner merges what it received. The formula is that of
-`pallas_kernels.core.merge`.
+Each CTA owns some columns of the output. Every part (a warpgroup's, or a CTA's with `decode_fold`) sends each owner its
+columns, and sends its maximum and sum to all. After one barrier of the cluster, each owner merges what it received. The
+formula is that of `pallas_kernels.core.merge`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ def columns(s: Shape) -> int:
 
 
 def words(s: Shape) -> dict[str, int]:
-    """Words of shared memory for what a CTA receives: its columns of all partial outputs of the cluster, and their maxima and sums."""
+    """Words of shared memory for what a CTA receives: its columns of all partial outputs of the cluster, and their
+    maxima and sums."""
     received = s.parts * s.rows
     return {"parts_s": received * columns(s), "stats_s": received * 2}
 
 
 def merge_and_store(s: Shape, folded, place, parts_s, stats_s, out_ref, lse_ref) -> None:
-    """By all threads of all CTAs of a cluster: merge the results of `tiles.fold`, and write out `[B, T, H, D]` and lse `[B, T, H]`.
+    """By all threads of all CTAs of a cluster: merge the results of `tiles.fold`, and write out `[B, T, H, D]` and lse
+    `[B, T, H]`.
 
     place: (row, KV head, CTA in the cluster, warpgroup in the CTA).
     """

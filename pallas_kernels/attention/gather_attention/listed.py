@@ -26,17 +26,19 @@ APPROXIMATE = {"compiler_params": plgpu.CompilerParams(approx_math=True)}
 ALIGNED = 256
 """Words: arrays in shared memory begin at multiples of it."""
 LEFT = 4 << 8
-"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU, but for 1 KB: a launch whose arrays take all that
-there is fails."""
+"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU, but for 1 KB: a launch whose
+arrays take all that there is fails."""
 MOSAIC_WORDS = 512
 """What Mosaic takes for its own sums in a kernel that multiplies by `wgmma`. It may take the 1 KB, too."""
 
 MAX_ROWS = 16
-"""Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for tiles."""
+"""Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for
+tiles."""
 
 
 def unsupported(q, pages, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
-    """Why this form cannot do a call that `gather_attention.mosaic_gpu` supports, or None if it can. Arguments are as in `shape_of`."""
+    """Why this form cannot do a call that `gather_attention.mosaic_gpu` supports, or None if it can. Arguments are as
+    in `shape_of`."""
     if reason := unsupported_rows(q, pages, block_size):
         return reason
     if shape_of(q, pages, width=width, block_size=block_size, window=None, sm_scale=1.0, words=words).stages == 0:
@@ -53,7 +55,8 @@ def unsupported_rows(q, pages, block_size: int) -> str | None:
 
 
 def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
-    """The sizes of a call. `stages` is 0 if shared memory cannot hold one. words: of shared memory that other stages of the kernel take."""
+    """The sizes of a call. `stages` is 0 if shared memory cannot hold one. words: of shared memory that other stages of
+    the kernel take."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.kv_heads, pages.page_size
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
@@ -68,19 +71,21 @@ def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, 
 
 
 def _launch_words(s: Shape, others: dict[str, int]) -> int:
-    """Words of shared memory that a launch asks for: arrays, a barrier of two words for each K and V tile, Mosaic's own."""
+    """Words of shared memory that a launch asks for: arrays, a barrier of two words for each K and V tile, Mosaic's
+    own."""
     of_tiles = {"q_s": tiles.ROWS * s.head_dim // 2, "kv_s": s.tile * s.head_dim * s.warpgroups * s.stages}
     return aligned(of_tiles | others) + 4 * s.warpgroups * s.stages + MOSAIC_WORDS
 
 
 def aligned(arrays: dict[str, int]) -> int:
-    """Words of shared memory that arrays take. Mosaic begins each at a multiple of `ALIGNED`. `lanes.shared_words` leaves room for it, but
-    not always enough for as many arrays as a selection has."""
+    """Words of shared memory that arrays take. Mosaic begins each at a multiple of `ALIGNED`. `lanes.shared_words`
+    leaves room for it, but not always enough for as many arrays as a selection has."""
     return sum(-(-words // ALIGNED) * ALIGNED for words in arrays.values())
 
 
 def list_words(s: Shape) -> dict[str, int]:
-    """Words of shared memory: for the list and its length, and for the pages of its blocks and the length of the row."""
+    """Words of shared memory: for the list and its length, and for the pages of its blocks and the length of the
+    row."""
     return {"ids_s": s.width + 1, "pages_s": s.width + 1}
 
 
@@ -92,8 +97,8 @@ def scratch(s: Shape, words: dict[str, int]) -> dict:
 
 
 def copy_list(s: Shape, unit, blocks_ref, table_ref, lengths_ref, table_width: int | None, scratch) -> None:
-    """By single threads: the list of `blocks` `[B, K, W]` to shared memory, and what `locate` finds. table_width: None where the table is
-    `block_frames` `[B, K, W]`, the frames of the listed blocks."""
+    """By single threads: the list of `blocks` `[B, K, W]` to shared memory, and what `locate` finds. table_width: None
+    where the table is `block_frames` `[B, K, W]`, the frames of the listed blocks."""
     threads, row = s.warpgroups * 128, unit // s.num_kv_heads
     for start in range(0, s.width, threads):
         i = lanes.thread() + start
@@ -108,10 +113,11 @@ def copy_list(s: Shape, unit, blocks_ref, table_ref, lengths_ref, table_width: i
 
 
 def locate(s: Shape, length, table_ref, row, table_width: int | None, scratch) -> None:
-    """By single threads: write to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
+    """By single threads: write to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind
+    them the row's length.
 
-    row: of the page table, or of the frames of listed blocks where table_width is None. Every tile needs the pages, and reads them faster
-    from shared than from global memory. Nothing past the row is read, whatever the length.
+    row: of the page table, or of the frames of listed blocks where table_width is None. Every tile needs the pages, and
+    reads them faster from shared than from global memory. Nothing past the row is read, whatever the length.
     """
     threads = s.warpgroups * 128
     in_table = length if table_width is None else lanes.minimum(length, table_width * s.page_size)
@@ -131,9 +137,11 @@ def locate(s: Shape, length, table_ref, row, table_width: int | None, scratch) -
 
 
 def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
-    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `locate` found.
+    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `locate`
+    found.
 
-    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Tiles are dealt out in turn: a CTA gets a second one when each has one.
+    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Tiles are dealt out in turn: a CTA gets a second one
+    when each has one.
     """
     q_ref, k_ref, v_ref = inputs
     row, head = lax.div(unit, jnp.int32(s.num_kv_heads)), lax.rem(unit, jnp.int32(s.num_kv_heads))
@@ -160,7 +168,8 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 def launch(s: Shape, kernel, out_type: list, scratch_types, **options):
-    """A kernel with a cluster per (row, KV head): grid axes "unit" and "cta", threads "warpgroup". options: of `plgpu.kernel`."""
+    """A kernel with a cluster per (row, KV head): grid axes "unit" and "cta", threads "warpgroup". options: of
+    `plgpu.kernel`."""
     lanes.check_version()
     return plgpu.kernel(
         kernel,

@@ -1,4 +1,5 @@
-"""gather_attention by `hopper.decode.decode_fold`: lists by clusters and spans of keys, as in `listed` and `mosaic_gpu`.
+"""gather_attention by `hopper.decode.decode_fold`: lists by clusters and spans of keys, as in `listed` and
+`mosaic_gpu`.
 
 GPUs without `wgmma` run it over all pages, Hopper GPUs over packed ones.
 
@@ -31,8 +32,8 @@ MAX_PACKED_STAGES = 5
 
 
 def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int, most=2) -> Shape:
-    """`stages` is 0 if shared memory cannot hold one key tile of four warps. More warps, up to four times `most`, are taken where each has
-    two key tiles."""
+    """`stages` is 0 if shared memory cannot hold one key tile of four warps. More warps, up to four times `most`, are
+    taken where each has two key tiles."""
     batch, num_queries, num_heads, head_dim = q.shape
     dims = (batch, num_queries, num_heads, pages.kv_heads, head_dim, pages.page_size, block_size, width, window, sm_scale, q.dtype, KEYS)
     codes = [format and Codes(format, head_dim) for format in (pages.k_packed, pages.v_packed)]
@@ -124,10 +125,11 @@ def queries_of(s: Shape, unit, q_ref, scratch) -> Callable:
 
 
 def attend(s: Shape, unit, cta, number, pools, outputs, scratch, queries: Callable | None = None) -> None:
-    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `listed.locate` found.
+    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that
+    `listed.locate` found.
 
-    pools: `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. queries: `queries_of` the unit; None: they are
-    there. Turns are dealt out: first one to a warp of each CTA, then to the next.
+    pools: `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. queries: `queries_of` the unit; None:
+    they are there. Turns are dealt out: first one to a warp of each CTA, then to the next.
     """
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
@@ -152,7 +154,8 @@ def place_listed(s: Shape, key_tile, entry, length, scratch) -> list:
 
 
 def merge_and_store(s: Shape, folded: decode_fold.Folded, place, outputs, scratch) -> None:
-    """By all threads of all CTAs of a cluster: merge what their warps have folded, and write out and lse. place: row, KV head, CTA."""
+    """By all threads of all CTAs of a cluster: merge what their warps have folded, and write out and lse. place: row,
+    KV head, CTA."""
     row, head, cta = place
     decode_fold.share(s, folded, scratch)
     _send(s, cta, scratch)
@@ -220,8 +223,8 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
 
 
 def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, *, block_lse: bool):
-    """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, key tiles, T*G]`; of key tiles without keys it is not
-    written."""
+    """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, key tiles, T*G]`; of key tiles without
+    keys it is not written."""
     lanes.check_version()
     words, rows, pool = s.scratch_words(), s.num_queries * s.group, arrays_of(pages)
     most = table.shape[1] * s.page_size // KEYS if s.width is None else s.width * s.block_size // KEYS
@@ -293,8 +296,8 @@ def _span(s: Shape, split, length):
 
 
 def _place(s: Shape, key_tile, unit, length, table_ref, row, table_width: int | None, blocks_ref=None) -> list:
-    """Where a key tile's keys lie, see `decode_fold.fold`. Nothing past the row of the page table is read, whatever the length.
-    table_width: None where the table is `block_frames` `[B, K, W]`, the frames of the listed blocks."""
+    """Where a key tile's keys lie, see `decode_fold.fold`. Nothing past the row of the page table is read, whatever the
+    length. table_width: None where the table is `block_frames` `[B, K, W]`, the frames of the listed blocks."""
     in_table = length if table_width is None else lanes.minimum(length, table_width * s.page_size)
     if blocks_ref is None:
         start = key_tile * KEYS

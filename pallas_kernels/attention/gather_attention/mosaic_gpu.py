@@ -1,15 +1,16 @@
 """gather_attention in Pallas Mosaic GPU (Hopper; without `wgmma` too, and so over packed pages, see `mma`).
 
-There are two forms. For a list and few query rows (T*G at most 16): one launch with a cluster of CTAs per (row, KV head), made for low
-latency (`listed`). For all other calls, the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place
-in the list. One CTA folds each span (`tiles`), and a second launch merges the spans in order (`split_merge`). In both forms bits depend
-only on the row and on static shapes, never on the other rows.
+There are two forms. For a list and few query rows (T*G at most 16): one launch with a cluster of CTAs per (row, KV
+head), made for low latency (`listed`). For all other calls, the tiles of a (row, KV head) are cut into equal spans, by
+the row's own length (dense) or by place in the list. One CTA folds each span (`tiles`), and a second launch merges the
+spans in order (`split_merge`). In both forms bits depend only on the row and on static shapes, never on the other rows.
 
-A tile of queries has at most 64 rows (T*G). More rows are cut into tiles of equally many queries, each a row of the launch. The tiles run
-side by side. A key that they share comes from memory once if they are close enough in time for the L2 cache, else once per tile.
+A tile of queries has at most 64 rows (T*G). More rows are cut into tiles of equally many queries, each a row of the
+launch. The tiles run side by side. A key that they share comes from memory once if they are close enough in time for
+the L2 cache, else once per tile.
 
-Memory traffic: each listed key and value once, the output; with several spans also T*G * (D + 1) float32 per span, written and read.
-Source: split decoding over a page list, "Attention Pays Its Bill" (BRL-2026-07).
+Memory traffic: each listed key and value once, the output; with several spans also T*G * (D + 1) float32 per span,
+written and read. Source: split decoding over a page list, "Attention Pays Its Bill" (BRL-2026-07).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from pallas_kernels.hopper.threads import lanes
 class Config:
     """How the work is cut; None: chosen from the shapes.
 
-    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; in `mma`, those of a warp. splits:
-    CTAs per (row, KV head); None: so many that together they give each multiprocessor one CTA. Naming any of them selects the form with
-    spans. array_code: use no stages for single threads (`hopper.threads.lanes`). That is slower, but the interpreter of Mosaic GPU kernels
-    can run it. multiprocessors: of the GPU, for `splits`; None: this process's GPU has them, or an H200 where there is none.
+    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; in `mma`, those of a
+    warp. splits: CTAs per (row, KV head); None: so many that together they give each multiprocessor one CTA. Naming any
+    of them selects the form with spans. array_code: use no stages for single threads (`hopper.threads.lanes`). That is
+    slower, but the interpreter of Mosaic GPU kernels can run it. multiprocessors: of the GPU, for `splits`; None: this
+    process's GPU has them, or an H200 where there is none.
     """
 
     tile_tokens: int | None = None
@@ -82,7 +84,8 @@ def unsupported(call: Call, q, pages, table, lengths, blocks, block_frames=None)
 
 
 def multiplies_by_wgmma(pages) -> bool:
-    """Whether calls over these pages take the form with `wgmma`: it reads its operands from shared memory, and codes are no operands."""
+    """Whether calls over these pages take the form with `wgmma`: it reads its operands from shared memory, and codes
+    are no operands."""
     return dispatch.has_wgmma() and not pages.packed
 
 
@@ -114,7 +117,8 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
 
 
 def span_splits(config: Config, batch: int, num_kv_heads: int) -> int:
-    """CTAs among which the keys of each (row, KV head) are split: as named, or so many that all together give each multiprocessor one."""
+    """CTAs among which the keys of each (row, KV head) are split: as named, or so many that all together give each
+    multiprocessor one."""
     return config.splits or max(1, config.multiprocessors // (batch * num_kv_heads))
 
 
@@ -197,8 +201,8 @@ def _heads_last(s: tiles.Shape, x):
 
 
 def _launch(s: tiles.Shape, block_lse_width: int | None, framed: bool, array_code: bool, interpret):
-    """The kernel of the spans, as a function of (queries, k, v, table, lengths, blocks?, block_frames?). framed: whether it takes
-    the last."""
+    """The kernel of the spans, as a function of (queries, k, v, table, lengths, blocks?, block_frames?). framed:
+    whether it takes the last."""
     scratch = s.scratch() | {"rows_s": plgpu.SMEM((tiles.ROWS,), jnp.float32)}
     if array_code:
         parts = (s.batch, s.num_kv_heads, s.splits, s.rows)

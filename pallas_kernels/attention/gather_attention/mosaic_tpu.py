@@ -1,18 +1,22 @@
-"""gather_attention for TPU: one pass over the list of each (sequence, KV head); the next tile of keys is copied while one is multiplied.
+"""gather_attention for TPU: one pass over the list of each (sequence, KV head); the next tile of keys is copied while
+one is multiplied.
 
-Algorithm. The page table, the lengths and the list are scalar-prefetched; K and V stay in HBM. The grid is (B, K). A grid cell walks its
-list in tiles of `Config.tile_tokens`. Each block is one copy of `[block_size, D]` from K and one from V into one of two slots in VMEM.
-While a tile is used, the next one is being copied, or the first one of the next KV head. Tiles are folded in list order, by online softmax
-in float32. A row stops after the last tile that its length reaches (dense) or that its list has. The rows of one matrix are the heads of
-one KV head times the T queries, padded to whole tiles. Weights multiply bfloat16 values as a sum of two bfloat16 terms: they keep 16 bits.
+Algorithm. The page table, the lengths and the list are scalar-prefetched; K and V stay in HBM. The grid is (B, K). A
+grid cell walks its list in tiles of `Config.tile_tokens`. Each block is one copy of `[block_size, D]` from K and one
+from V into one of two slots in VMEM. While a tile is used, the next one is being copied, or the first one of the next
+KV head. Tiles are folded in list order, by online softmax in float32. A row stops after the last tile that its length
+reaches (dense) or that its list has. The rows of one matrix are the heads of one KV head times the T queries, padded to
+whole tiles. Weights multiply bfloat16 values as a sum of two bfloat16 terms: they keep 16 bits.
 
-Slots or parts of slots that no copy filled are never used: logits there are -inf, and values are set to 0 in the slot before the product.
+Slots or parts of slots that no copy filled are never used: logits there are -inf, and values are set to 0 in the slot
+before the product.
 
-Memory traffic: each listed block once, `2 * block_size * D * itemsize` bytes, plus q and the results. Dense attention reads every page up
-to the length once per KV head. A tile is a fixed number of list entries, so for dense attention a fixed span of positions. So the bits of a
-row depend neither on the other rows nor on the width of the page table.
+Memory traffic: each listed block once, `2 * block_size * D * itemsize` bytes, plus q and the results. Dense attention
+reads every page up to the length once per KV head. A tile is a fixed number of list entries, so for dense attention a
+fixed span of positions. So the bits of a row depend neither on the other rows nor on the width of the page table.
 
-Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode; online softmax from FlashAttention (arXiv 2205.14135).
+Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode; online softmax from FlashAttention (arXiv
+2205.14135).
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Values known at compile time. entries: of a list, or blocks of the table when dense. rows: T * G padded to whole tiles."""
+    """Values known at compile time. entries: of a list, or blocks of the table when dense. rows: T * G padded to whole
+    tiles."""
 
     kv_heads: int
     group: int
@@ -153,7 +158,8 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take; ValueError for another config.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take; ValueError
+    for another config.
     """
     reason = unsupported(call, q, pages, table, lengths, blocks, block_frames)
     if reason is not None:
@@ -208,7 +214,8 @@ def _attend(q, pages, table, lengths, blocks, *, sizes: _Sizes, return_block_lse
 
 
 def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
-    """One (sequence, KV head). Scratch: slots of K and V, a semaphore per slot, and which slot the first tile of this cell is in."""
+    """One (sequence, KV head). Scratch: slots of K and V, a semaphore per slot, and which slot the first tile of this
+    cell is in."""
     *block_lse, k_slots, v_slots, arrived, first_slot = rest
     row, head = pl.program_id(0), pl.program_id(1)
 
@@ -220,8 +227,8 @@ def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
 
 
 def attend_head(sizes: _Sizes, copies, head, q, length, first_slot, block_lse=None):
-    """Attention of one KV head's rows over its list: out in q's dtype and LSE `[rows, 1]`. Heads of a sequence must come in order from 0,
-    because each starts the first copies of the next.
+    """Attention of one KV head's rows over its list: out in q's dtype and LSE `[rows, 1]`. Heads of a sequence must
+    come in order from 0, because each starts the first copies of the next.
 
     copies: (head, tile, slot) -> `TileCopies`. first_slot: in scalar memory, the slot of this head's first tile.
     """

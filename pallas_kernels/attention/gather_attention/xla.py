@@ -1,10 +1,10 @@
 """gather_attention for any backend: online softmax over tiles of the list, several rows of the batch at a time.
 
-Dense attention uses the list of all blocks. Tiles are fixed ranges of list entries, so for dense attention fixed spans of absolute
-positions. Each row folds its own tiles in order. Tiles behind its last readable one leave its bits as they are. So its bits depend neither
-on the width of the page table nor on the lengths of other rows. Memory traffic: each listed block is read once and copied once, a tile at
-a time. Memory needed: that copy (`rows * K * tile_tokens * D` elements for keys, and as many for values unless V is a view of K) and its
-logits.
+Dense attention uses the list of all blocks. Tiles are fixed ranges of list entries, so for dense attention fixed spans
+of absolute positions. Each row folds its own tiles in order. Tiles behind its last readable one leave its bits as they
+are. So its bits depend neither on the width of the page table nor on the lengths of other rows. Memory traffic: each
+listed block is read once and copied once, a tile at a time. Memory needed: that copy (`rows * K * tile_tokens * D`
+elements for keys, and as many for values unless V is a view of K) and its logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pallas_kernels.xla import key_tiles, online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_tokens: keys per tile, rounded down to whole blocks, at least one. rows: rows of the batch computed together."""
+    """tile_tokens: keys per tile, rounded down to whole blocks, at least one. rows: rows of the batch computed
+    together."""
 
     tile_tokens: int = 512
     rows: int = 4
@@ -36,8 +37,8 @@ class Config:
 
 
 def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=None):
-    """See `pallas_kernels.gather_attention`. config: a `Config`; None: tiles that fit a CPU's caches, and on other devices
-    all rows together, in tiles as large as `tiles.MEMORY` allows."""
+    """See `pallas_kernels.gather_attention`. config: a `Config`; None: tiles that fit a CPU's caches, and on other
+    devices all rows together, in tiles as large as `tiles.MEMORY` allows."""
     if call.config is None and key_tiles.on_cpu():
         call = dataclasses.replace(call, config=Config())
     return _attend(call, q, pages, table, lengths, blocks, block_frames)
@@ -89,7 +90,8 @@ def _attend(call: Call, q, pages, table, lengths, blocks, block_frames):
 
 
 def _own_pages(call: Call, q, query_pos, num_queries, ids, table, length, pages, partial, block_lse):
-    """Fold the open pages of a row's queries, in which each reads the listed blocks of its own page. ids: the row's list `[K, W]`."""
+    """Fold the open pages of a row's queries, in which each reads the listed blocks of its own page. ids: the row's
+    list `[K, W]`."""
     page_size, block_size = pages.page_size, call.block_size
     per_page = page_size // block_size
     first = jnp.maximum(length - num_queries, 0) // page_size
@@ -141,7 +143,8 @@ def _list(
     block_size: int,
     width: int,
 ) -> tuple[Array, Array]:
-    """Block ids to walk through and the frames of their pages, `[K, width]`. frames: of the ids; None: as the table says.
+    """Block ids to walk through and the frames of their pages, `[K, width]`. frames: of the ids; None: as the table
+    says.
 
     Both are -1 where the block does not exist, has no page, or has no written token.
     """

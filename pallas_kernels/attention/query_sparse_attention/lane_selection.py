@@ -1,9 +1,11 @@
-"""The selectors of `query_sparse_attention` by the threads of a warpgroup, two to a row: state in, scores of a tile in, state out.
+"""The selectors of `query_sparse_attention` by the threads of a warpgroup, two to a row: state in, scores of a tile in,
+state out.
 
-Threads hold rows as the results of a `wgmma` lie: four neighbours share rows g and g + 8 of 16. Here the first two of them take row g and
-the other two row g + 8. Both threads of a pair know the row's state, and each holds half of its exact slots. The code has selects and no
-branches, so it can run while the tensor cores do. The exception is `_InMemory`, for lists whose exact slots do not fit into registers:
-these slots lie in the results themselves, and the pair searches for the worst one again after each replacement.
+Threads hold rows as the results of a `wgmma` lie: four neighbours share rows g and g + 8 of 16. Here the first two of
+them take row g and the other two row g + 8. Both threads of a pair know the row's state, and each holds half of its
+exact slots. The code has selects and no branches, so it can run while the tensor cores do. The exception is
+`_InMemory`, for lists whose exact slots do not fit into registers: these slots lie in the results themselves, and the
+pair searches for the worst one again after each replacement.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ IN_REGISTERS = 16
 """Most exact slots per row that are kept in registers."""
 
 _FIRST = 2**31 - 1
-"""Rank of empty slot 0. Empty slot i has rank `_FIRST` - i, a block its number. Of equal scores the greatest rank is replaced."""
+"""Rank of empty slot 0. Empty slot i has rank `_FIRST` - i, a block its number. Of equal scores the greatest rank is
+replaced."""
 _EMPTY = _FIRST - 2**20
 """Every block's rank is below this."""
 _ABSENT = -2
@@ -61,8 +64,8 @@ class Selector:
 
     @property
     def types(self) -> tuple[plgpu.ShapeDtypeStruct, plgpu.ShapeDtypeStruct]:
-        """Types of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of the slots), and
-        floats (`known` numbers of stage 2, those of the slots)."""
+        """Types of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of
+        the slots), and floats (`known` numbers of stage 2, those of the slots)."""
         integers, floats = self.slots.counts if self.slots else (0, 0)
         return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(self.known + floats, jnp.float32)
 
@@ -73,7 +76,8 @@ class Selector:
 
     @property
     def known(self) -> int:
-        """How many numbers stage 2 keeps: seen, mean and squares of the scores; or the score in the slot whose turn it is."""
+        """How many numbers stage 2 keeps: seen, mean and squares of the scores; or the score in the slot whose turn it
+        is."""
         return 0 if self.estimated == 0 else 3 if self.by_quantile else 1
 
     def nothing_known(self):
@@ -81,7 +85,8 @@ class Selector:
         return [lanes.f32(0.0 if self.by_quantile else -math.inf)] * self.known
 
     def empty(self, refs, row, head, first_row, position, length):
-        """Nothing selected yet. first_row: of 64, in the lists of this row of the batch. position: of the first row's query."""
+        """Nothing selected yet. first_row: of 64, in the lists of this row of the batch. position: of the first row's
+        query."""
         splat = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(splat,) * 5), return_type=self.types)
@@ -102,7 +107,8 @@ class Selector:
         return inline(*refs, row, head, first_row, position, length)
 
     def offer(self, refs, block, tops, sums, state):
-        """Offer consecutive blocks to all rows. tops, sums: per block its maximum in log2 units and sum of exp2 relative to it, `[64]`."""
+        """Offer consecutive blocks to all rows. tops, sums: per block its maximum in log2 units and sum of exp2
+        relative to it, `[64]`."""
         rows, splat = LAYOUT.reduce(1), plgpu.Layout.WG_SPLAT(())
         arrays = (*(rows,) * (2 * len(tops)), *(t.layout for t in self.types))
 
@@ -161,8 +167,8 @@ class Selector:
         return [end, at, turns, *slot_integers], [*known, *slot_floats]
 
     def _contend(self, refs, at, offered, score, block, turns, kept):
-        """Stage 2 in buckets: the slot whose turn it is takes the block if the block scores more than `kept`. Returns the turns, and the
-        score in the slot whose turn is next, loaded before it is needed."""
+        """Stage 2 in buckets: the slot whose turn it is takes the block if the block scores more than `kept`. Returns
+        the turns, and the score in the slot whose turn is next, loaded before it is needed."""
         take = offered & (score > kept)
         self._put(refs, at, take, turns % self.estimated, score, block)
         turns = turns + lanes.where(offered, lanes.i32(1), 0)
@@ -173,7 +179,8 @@ class Selector:
         return turns, lanes.where(turns < self.estimated, lanes.f32(-math.inf), kept)
 
     def _fill(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
-        """Stage 2 by the quantile: the next free slot, if the score reaches the threshold. left: candidates, the present one included."""
+        """Stage 2 by the quantile: the next free slot, if the score reaches the threshold. left: candidates, the
+        present one included."""
         slots = lanes.i32(self.estimated) - filled
         share = lanes.number(slots) * lane_math.reciprocal(lanes.number(left))
         sigma = lane_math.sqrt(squares * lane_math.reciprocal(seen))
@@ -189,7 +196,8 @@ class Selector:
 
 
 class _InRegisters:
-    """Stage 1 with its slots in registers: each thread of the pair has half of the ranks and scores, and both have the worst one's."""
+    """Stage 1 with its slots in registers: each thread of the pair has half of the ranks and scores, and both have the
+    worst one's."""
 
     def __init__(self, selector: Selector):
         self.selector, self.half = selector, -(-selector.k_exact // 2)
@@ -355,7 +363,8 @@ _TAIL = (
 
 
 def upper_quantile(share):
-    """z with Pr(X > z) = share for a standard normal X, relative error about 1e-6: sqrt(2) times the inverse error function of 1 - 2 share.
+    """z with Pr(X > z) = share for a standard normal X, relative error about 1e-6: sqrt(2) times the inverse error
+    function of 1 - 2 share.
 
     Source: M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade Edition, 2011 (single precision).
     """

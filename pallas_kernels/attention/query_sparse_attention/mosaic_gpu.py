@@ -1,18 +1,20 @@
-"""query_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.prefill.prefill_fold` over all keys, with the selectors
-beside it.
+"""query_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.prefill.prefill_fold` over all keys,
+with the selectors beside it.
 
-Softmax handles each block of keys by itself: weights are relative to the block's own greatest logit, and one product makes them relative to
-the row's. So a block's score is a by-product. It depends only on the block and the row (equal blocks have equal bits, however far below the
-row's maximum they are), and needs no second exponential. The warpgroup selects (`lane_selection`) while the tensor cores multiply its next
-tile. Of the scores, only the lists' are written: neither R x S logits nor R x S / block_size scores.
+Softmax handles each block of keys by itself: weights are relative to the block's own greatest logit, and one product
+makes them relative to the row's. So a block's score is a by-product. It depends only on the block and the row (equal
+blocks have equal bits, however far below the row's maximum they are), and needs no second exponential. The warpgroup
+selects (`lane_selection`) while the tensor cores multiply its next tile. Of the scores, only the lists' are written:
+neither R x S logits nor R x S / block_size scores.
 
-Up to 16 exact slots are kept in registers. More are kept in the results, where every replacement searches again for the worst slot. That is
-slower, also for the tournament, whose slots are the same. The quantile of stage 2 is Giles's approximation, so its threshold may differ
-from other implementations' in the last bits, as the interface allows. Buckets lie in the results. The slot whose turn it is is read before
-it is replaced.
+Up to 16 exact slots are kept in registers. More are kept in the results, where every replacement searches again for the
+worst slot. That is slower, also for the tournament, whose slots are the same. The quantile of stage 2 is Giles's
+approximation, so its threshold may differ from other implementations' in the last bits, as the interface allows.
+Buckets lie in the results. The slot whose turn it is is read before it is replaced.
 
-Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per 128 rows and head, from L2 where
-neighbours share them. Source: "Measure Once, Mask Once", appendix A; FlashAttention-3 (arXiv 2407.08608).
+Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per 128 rows and
+head, from L2 where neighbours share them. Source: "Measure Once, Mask Once", appendix A; FlashAttention-3 (arXiv
+2407.08608).
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def _measure(call: Call, q, pages, table, starts, lengths):
 
 
 def _walk(s: prefill_fold.Shape, opened: bool, refs, row, head, tile):
-    """Every tile of keys up to the last row's position. Padding sees nothing. opened: then those of the rows' own pages again."""
+    """Every tile of keys up to the last row's position. Padding sees nothing. opened: then those of the rows' own pages
+    again."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
     span = prefill_fold.TILE_ROWS * s.row_stride
     first, length = starts_ref[row] + tile * span, lengths_ref[row]
@@ -118,7 +121,8 @@ def _aside(s: prefill_fold.Shape, selector: lane_selection.Selector, walk, row, 
 
 
 def _weigh(s: prefill_fold.Shape, block_size: int, x, m):
-    """As `prefill_fold.weigh_plainly`, but a block at a time. Reports for each block its maximum and its sum of weights relative to it."""
+    """As `prefill_fold.weigh_plainly`, but a block at a time. Reports for each block its maximum and its sum of weights
+    relative to it."""
     factor = s.sm_scale * LOG2E
     parts = [lax.slice(x, (0, i), (prefill_fold.ROWS, i + block_size)) for i in range(0, s.tile, block_size)]
     tops = [jnp.maximum(part.max(axis=1) * factor, LOWEST) for part in parts]

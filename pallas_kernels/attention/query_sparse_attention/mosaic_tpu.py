@@ -1,12 +1,12 @@
 """query_sparse_attention for TPU: `pallas_kernels.tpu.prefill_fold` over all keys, the selectors beside it.
 
-A tile of measured queries has all heads of a KV head. The logits of a tile of keys give its block scores; each is offered to the slots of
-all rows at once. Slots are lanes: a row's list is one row of 128 lanes (or more). Reductions over the lanes find the worst slot, and a mask
-replaces it. The tournament's slots are those of the linear search. Of the scores, only the lists' are written: neither R x S logits nor R x
-S / block_size scores.
+A tile of measured queries has all heads of a KV head. The logits of a tile of keys give its block scores; each is
+offered to the slots of all rows at once. Slots are lanes: a row's list is one row of 128 lanes (or more). Reductions
+over the lanes find the worst slot, and a mask replaces it. The tournament's slots are those of the linear search. Of
+the scores, only the lists' are written: neither R x S logits nor R x S / block_size scores.
 
-Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per tile of queries and KV head,
-`2 * P * D * itemsize` bytes a page, up to the tile's last measured query.
+Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per tile of queries
+and KV head, `2 * P * D * itemsize` bytes a page, up to the tile's last measured query.
 
 Source: "Measure Once, Mask Once", appendix A; FlashAttention-2 (arXiv 2307.08691); buckets, TPU-KNN (arXiv 2206.14286).
 """
@@ -85,8 +85,8 @@ def _walk(s: prefill_fold.Shape, tile: prefill_fold.Tile, _) -> prefill_fold.Wal
 
 
 class _Slots(NamedTuple):
-    """The state of rows: ids and scores by lane, `[rows, lanes]` (lanes that are no slot are empty and never taken), and which bucket's
-    turn it is, `[rows, 1]`. Empty slots: `_EMPTY` and -inf."""
+    """The state of rows: ids and scores by lane, `[rows, lanes]` (lanes that are no slot are empty and never taken),
+    and which bucket's turn it is, `[rows, 1]`. Empty slots: `_EMPTY` and -inf."""
 
     ids: jax.Array
     scores: jax.Array

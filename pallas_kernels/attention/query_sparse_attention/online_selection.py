@@ -1,4 +1,5 @@
-"""The selectors of `query_sparse_attention` for many rows at a time: state in, a block's scores in, state out; plain JAX."""
+"""The selectors of `query_sparse_attention` for many rows at a time: state in, a block's scores in, state out; plain
+JAX."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ _FIRST = jnp.iinfo(jnp.int32).max  # as a block id: of equal scores it is replac
 
 
 class Tree(NamedTuple):
-    """Winner tree over the slots: node 1 is the root, nodes 2i and 2i + 1 compete for node i; each holds the number of the worse slot."""
+    """Winner tree over the slots: node 1 is the root, nodes 2i and 2i + 1 compete for node i; each holds the number of
+    the worse slot."""
 
     nodes: Int[Array, "*rows 2*leaves"]
 
 
 class Selection(NamedTuple):
-    """The state of a row: the list so far (ids -1 and scores -inf where empty), the tree or None, and for stage 2 how many slots are filled
-    (quantile) or blocks were offered (buckets), and the statistics of the scores."""
+    """The state of a row: the list so far (ids -1 and scores -inf where empty), the tree or None, and for stage 2 how
+    many slots are filled (quantile) or blocks were offered (buckets), and the statistics of the scores."""
 
     ids: Int[Array, "*rows k"]
     scores: Float[Array, "*rows k"]
@@ -75,7 +77,8 @@ def offer(
 def _replace(
     selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], k_exact: int
 ) -> tuple[Selection, Array, Array]:
-    """Stage 1: the block takes the worst slot if it scores more. Also returns (scores, ids) of the block that is not kept."""
+    """Stage 1: the block takes the worst slot if it scores more. Also returns (scores, ids) of the block that is not
+    kept."""
     kept_scores, kept_ids = selection.scores[..., :k_exact], selection.ids[..., :k_exact]
     worst = _worst(kept_scores, kept_ids) if selection.tree is None else selection.tree.nodes[..., 1]
     worst_score, worst_id = _at(selection.scores, worst), _at(selection.ids, worst)
@@ -90,7 +93,8 @@ def _replace(
 
 
 def _worst(scores: Float[Array, "*rows k"], ids: Int[Array, "*rows k"]) -> Int[Array, "*rows"]:
-    """The slot to replace next: of lowest score; of equal scores an empty one (the first), else the one with the higher block."""
+    """The slot to replace next: of lowest score; of equal scores an empty one (the first), else the one with the higher
+    block."""
     lowest = scores == scores.min(-1, keepdims=True)
     return jnp.argmax(jnp.where(lowest, _rank(ids), -2), axis=-1).astype(jnp.int32)
 

@@ -1,4 +1,5 @@
-"""query_sparse_attention by definition: every logit of every measured query, then plain-Python selectors over the scores of a row.
+"""query_sparse_attention by definition: every logit of every measured query, then plain-Python selectors over the
+scores of a row.
 
 Slow: only for tests and debugging. Scores and the mean are float32; the quantile comes from Python's `statistics`.
 """
@@ -22,7 +23,8 @@ EMPTY = (-math.inf, -1)
 
 
 def worse(a: tuple[float, int], b: tuple[float, int]) -> bool:
-    """Whether slot a is replaced before slot b: it has the lower score, or of equal scores is empty, or else has the higher block."""
+    """Whether slot a is replaced before slot b: it has the lower score, or of equal scores is empty, or else has the
+    higher block."""
     if a[0] != b[0]:
         return a[0] < b[0]
     return b != EMPTY and (a == EMPTY or a[1] > b[1])
@@ -47,7 +49,8 @@ class Replacement:
 
 
 class Tournament:
-    """The same in a winner tree (Knuth, volume 3): node 1 is the root, and a node holds the number of the worse of its two slots."""
+    """The same in a winner tree (Knuth, volume 3): node 1 is the root, and a node holds the number of the worse of its
+    two slots."""
 
     def __init__(self, k: int):
         self.leaves = 1 << (k - 1).bit_length()

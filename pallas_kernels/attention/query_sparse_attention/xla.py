@@ -1,10 +1,12 @@
-"""query_sparse_attention for any backend: tiles of measured queries against tiles of keys with online softmax and online selection.
+"""query_sparse_attention for any backend: tiles of measured queries against tiles of keys with online softmax and
+online selection.
 
-Key tiles are fixed spans of absolute positions, read from their pages. Each tile of queries walks in order from the first key to the last
-that one of its rows may read. A tile's logits also give its block scores, which the selectors take one block after another. So a row's bits
-depend neither on the width of the page table, nor on how the history was written, nor on the other rows. Memory traffic: the keys and
-values of a sequence are read once per tile of queries. Memory needed: a tile of keys and values, its logits, `H * query_tile * key_tile`
-float32, and the lists of a tile of queries.
+Key tiles are fixed spans of absolute positions, read from their pages. Each tile of queries walks in order from the
+first key to the last that one of its rows may read. A tile's logits also give its block scores, which the selectors
+take one block after another. So a row's bits depend neither on the width of the page table, nor on how the history was
+written, nor on the other rows. Memory traffic: the keys and values of a sequence are read once per tile of queries.
+Memory needed: a tile of keys and values, its logits, `H * query_tile * key_tile` float32, and the lists of a tile of
+queries.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from pallas_kernels.xla import key_tiles, online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """query_tile: measured queries. key_tile: tokens, rounded down to whole pages, at least one. rows: batch rows computed together."""
+    """query_tile: measured queries. key_tile: tokens, rounded down to whole pages, at least one. rows: batch rows
+    computed together."""
 
     query_tile: int = 64
     key_tile: int = 512
@@ -78,7 +81,8 @@ def _measure(call: Call, q, pages, table, starts, lengths):
 
 
 def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
-    """Fold every key tile that the queries at these positions may read, and offer its blocks. q is `[K, G * query_tile, D]`."""
+    """Fold every key tile that the queries at these positions may read, and offer its blocks. q is `[K, G * query_tile,
+    D]`."""
     page_size, block_size = pages.page_size, call.block_size
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(position, q.shape[1] // position.size)

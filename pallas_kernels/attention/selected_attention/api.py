@@ -74,25 +74,27 @@ def selected_attention(
     """Attention of a few queries per sequence, each over the blocks that score best for it.
 
     The same as `blocks = select_blocks(q, index, table, lengths, kind=kind, k=budget, ...)` and
-    `gather_attention(q, pages, frames, lengths, blocks=blocks, ...)`, up to the order of additions. Arguments are as there. It saves a
-    launch, and a write and a read of the list. table: logical page -> page id, which finds the index rows. frames: logical page -> frame,
-    which finds keys and values; None: the frame of a page is its id. config: settings of the implementation; "mosaic_tpu" takes
-    `pallas_kernels.attention.selected_attention.mosaic_tpu.Config`.
+    `gather_attention(q, pages, frames, lengths, blocks=blocks, ...)`, up to the order of additions. Arguments are as
+    there. It saves a launch, and a write and a read of the list. table: logical page -> page id, which finds the index
+    rows. frames: logical page -> frame, which finds keys and values; None: the frame of a page is its id. config:
+    settings of the implementation; "mosaic_tpu" takes `pallas_kernels.attention.selected_attention.mosaic_tpu.Config`.
 
-    With `shortlist` the choice has two stages. Candidates are the `shortlist` distant blocks with the best scores. Each query head
-    estimates its attention to each of them: the softmax over the logits of the sink and local keys, from `pages`, and of the candidates'
-    keys. These are from `codes`, the `page_index` of kind `codes_kind` ("keys1", "keys2", "keys4"), found by page id; or, without codes,
-    from `pages`, packed or not, and then the choice is exact but for what packing took away. The `budget` candidates with the largest sums
-    over the query heads of a KV head are listed; of equal sums the lower block. Sums are float32 and compared as logarithms; NaN counts as
-    the lowest. The list is that of the definition, but for the rounding of these sums.
+    With `shortlist` the choice has two stages. Candidates are the `shortlist` distant blocks with the best scores. Each
+    query head estimates its attention to each of them: the softmax over the logits of the sink and local keys, from
+    `pages`, and of the candidates' keys. These are from `codes`, the `page_index` of kind `codes_kind` ("keys1",
+    "keys2", "keys4"), found by page id; or, without codes, from `pages`, packed or not, and then the choice is exact
+    but for what packing took away. The `budget` candidates with the largest sums over the query heads of a KV head are
+    listed; of equal sums the lower block. Sums are float32 and compared as logarithms; NaN counts as the lowest. The
+    list is that of the definition, but for the rounding of these sums.
 
-    Returns out and lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only query of a step at
-    its position. Bits are the same for equal B and T.
+    Returns out and lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only
+    query of a step at its position. Bits are the same for equal B and T.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
-    Source: gather-decode and its keep-set, "Attention Pays Its Bill" (BRL-2026-07); bounds scoring, Quest (ICML 2024); a shortlist, then
-    keys in few bits, Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458).
+    Source: gather-decode and its keep-set, "Attention Pays Its Bill" (BRL-2026-07); bounds scoring, Quest (ICML 2024);
+    a shortlist, then keys in few bits, Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458).
     """
     check(q, pages, table, lengths=lengths)
     call = Call(kind, block_size, budget, sink, local, sm_scale, config, shortlist, codes_kind)

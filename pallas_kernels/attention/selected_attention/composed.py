@@ -1,7 +1,7 @@
 """selected_attention as several ops, each by the implementation that its own dispatch picks. Runs wherever they do.
 
-Without a shortlist: select, then attend. With one, see `shortlist`, in plain XLA: sink and local blocks are attended to first, which also
-gives their part of the softmax by which blocks are chosen; then the chosen ones; the two are merged.
+Without a shortlist: select, then attend. With one, see `shortlist`, in plain XLA: sink and local blocks are attended to
+first, which also gives their part of the softmax by which blocks are chosen; then the chosen ones; the two are merged.
 """
 
 from __future__ import annotations

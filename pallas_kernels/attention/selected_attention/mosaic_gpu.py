@@ -1,17 +1,20 @@
 """selected_attention in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
 
-The stages of `select_blocks` write the same list to the shared memory of every CTA of the cluster. Then each warpgroup folds its part of
-the list (`hopper.decode.wgmma_fold`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
-replace the boundaries between launches, and the list never passes through global memory.
+The stages of `select_blocks` write the same list to the shared memory of every CTA of the cluster. Then each warpgroup
+folds its part of the list (`hopper.decode.wgmma_fold`), and the cluster merges the parts
+(`gather_attention.cluster_merge`). Two barriers of the cluster replace the boundaries between launches, and the list
+never passes through global memory.
 
-Packed pages are folded by `hopper.decode.decode_fold`, in the same launch. So are, on every GPU, lists that are chosen from a shortlist
-(`refined`). There queries come to shared memory while the first index rows do, so that attention does not wait for them. (With `wgmma` that
-gained nothing, and batches were slower.)
+Packed pages are folded by `hopper.decode.decode_fold`, in the same launch. So are, on every GPU, lists that are chosen
+from a shortlist (`refined`). There queries come to shared memory while the first index rows do, so that attention does
+not wait for them. (With `wgmma` that gained nothing, and batches were slower.)
 
-The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction
-what steps of one token would. Blocks that several queries list are read by each of them, after the first time mostly from the L2 cache.
+The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step
+gives by construction what steps of one token would. Blocks that several queries list are read by each of them, after
+the first time mostly from the L2 cache.
 
-Memory traffic, per query: the candidates' index rows, the codes or keys of a shortlist, the listed keys and values, output and list.
+Memory traffic, per query: the candidates' index rows, the codes or keys of a shortlist, the listed keys and values,
+output and list.
 """
 
 from __future__ import annotations
@@ -191,7 +194,8 @@ def _attend_key_tiles(chosen: select.Shape, s: decode_fold.Shape, q, pages, inde
 
 @functools.partial(jax.jit, static_argnames=("chosen", "r"))
 def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tables, lengths, codes):
-    """`_attend` of the best of a shortlist: one stage of single threads, too. codes: None: keys of the shortlist are those of pages."""
+    """`_attend` of the best of a shortlist: one stage of single threads, too. codes: None: keys of the shortlist are
+    those of pages."""
     s, pool = r.attend, mma.arrays_of(pages)
     index_of_keys = [] if codes is None else [codes]
     words = scratch_of_key_tiles(chosen, r)

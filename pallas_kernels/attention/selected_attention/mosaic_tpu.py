@@ -1,13 +1,14 @@
-"""selected_attention for TPU: one kernel scans the index, lists the best blocks, and attends to them, a query at a time.
+"""selected_attention for TPU: one kernel scans the index, lists the best blocks, and attends to them, a query at a
+time.
 
-Algorithm. A grid cell has one query with all its heads. The kernel of `select_blocks` writes the lists of all KV heads to vector memory. A
-copy inside the core brings them to scalar memory, which holds the addresses of copies. Then each KV head walks over its list as in
-`gather_attention`. The T queries of a sequence are rows with a list each, so a drafted step gives by construction what steps of one token
-would.
+Algorithm. A grid cell has one query with all its heads. The kernel of `select_blocks` writes the lists of all KV heads
+to vector memory. A copy inside the core brings them to scalar memory, which holds the addresses of copies. Then each KV
+head walks over its list as in `gather_attention`. The T queries of a sequence are rows with a list each, so a drafted
+step gives by construction what steps of one token would.
 
-Memory traffic, per query: the index of the pages before the first local block, `K * P/bs * R * D * itemsize` bytes each; each listed block
-once per KV head, `2 * block_size * D * itemsize` bytes; q twice, the output and the list. Compared with the two ops one after the other it
-saves a launch, and a write and a read of the list.
+Memory traffic, per query: the index of the pages before the first local block, `K * P/bs * R * D * itemsize` bytes
+each; each listed block once per KV head, `2 * block_size * D * itemsize` bytes; q twice, the output and the list.
+Compared with the two ops one after the other it saves a launch, and a write and a read of the list.
 
 Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode and its keep-set; bounds scoring, Quest (ICML 2024).
 """

@@ -1,4 +1,5 @@
-"""selected_attention by definition: the references of its two ops, and between them, of a shortlist, attention by codes or keys."""
+"""selected_attention by definition: the references of its two ops, and between them, of a shortlist, attention by codes
+or keys."""
 
 from __future__ import annotations
 
@@ -29,15 +30,16 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames, code
 
 
 def _distant(call: Call, page_size: int, lengths, blocks):
-    """Which listed blocks lie between the sinks and the first local one: those before the last `local` blocks and the query's page."""
+    """Which listed blocks lie between the sinks and the first local one: those before the last `local` blocks and the
+    query's page."""
     last = (lengths[:, None] - blocks.shape[1] + jnp.arange(blocks.shape[1]))[:, :, None, None]
     before_local = (blocks <= last // call.block_size - call.local) & ((blocks + 1) * call.block_size <= last // page_size * page_size)
     return (blocks >= call.sink) & before_local
 
 
 def _refined(call: Call, page_size: int, q, codes, table, blocks, distant, near, of_blocks):
-    """The list with the `budget` distant blocks of it that fewer than `budget` others beat. of_blocks: LSE of all blocks by the keys of
-    pages, which counts without codes."""
+    """The list with the `budget` distant blocks of it that fewer than `budget` others beat. of_blocks: LSE of all
+    blocks by the keys of pages, which counts without codes."""
     group, scale = q.shape[2] // blocks.shape[2], call.sm_scale
 
     def by_codes(q, kv_head, table, blocks):

@@ -3,13 +3,16 @@
 `select_blocks` has written sink, shortlist and local blocks to every CTA of the cluster. Then:
 
 1. Estimate. Each CTA takes some blocks of the shortlist, its warps up to 32 of their keys at a time, from an index
-   (`hopper.decode.index_scores`), or 16 from the pages (`hopper.decode.key_scores`). Meanwhile the keys and values of sink and local blocks
-   arrive, and each warp folds its part of them (`hopper.decode.decode_fold`).
-2. Exchange. Every CTA gets the log-sum-exp of every block of the shortlist, and of sink and local keys, for each query head.
-3. Choose. Every CTA makes the same choice: the softmax of each query head, the sum over the heads, the k largest; of equal ones the lower.
+   (`hopper.decode.index_scores`), or 16 from the pages (`hopper.decode.key_scores`). Meanwhile the keys and values of
+   sink and local blocks arrive, and each warp folds its part of them (`hopper.decode.decode_fold`).
+2. Exchange. Every CTA gets the log-sum-exp of every block of the shortlist, and of sink and local keys, for each query
+  head.
+3. Choose. Every CTA makes the same choice: the softmax of each query head, the sum over the heads, the k largest; of
+  equal ones the lower.
 4. Attend. Warps fold the chosen blocks after what they had, and the cluster merges the parts (`gather_attention.mma`).
 
-Sink and local keys are read once: they are a part of the softmax and of the output. Nothing is added in order of arrival.
+Sink and local keys are read once: they are a part of the softmax and of the output. Nothing is added in order of
+arrival.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ DEPTH = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """keys: where those of the shortlist are read. shortlist, k: blocks to choose from, and to keep. width: of the list that is returned.
-    framed: whether codes are found by page ids that are not frames."""
+    """keys: where those of the shortlist are read. shortlist, k: blocks to choose from, and to keep. width: of the list
+    that is returned. framed: whether codes are found by page ids that are not frames."""
 
     attend: decode_fold.Shape
     keys: CodedKeys | PageKeys
@@ -49,14 +52,15 @@ class Shape:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether a warp takes all key tiles of a block, for which it scales the queries once. Of few blocks each warp takes a key tile."""
+        """Whether a warp takes all key tiles of a block, for which it scales the queries once. Of few blocks each warp
+        takes a key tile."""
         return isinstance(self.keys, CodedKeys) and self.keys.key_tiles > 1 and self.each >= self.attend.warps
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each key tile, where warps do not take whole blocks;
-        log-sum-exp of this CTA's blocks, and of each block; maximum and sum of each CTA's sink and local keys; total of each head; keys of
-        the choice, and the places that it keeps; a word of each warp; queries in the order of codes; page ids of the list, where frames
-        are others."""
+        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each key tile, where warps do
+        not take whole blocks; log-sum-exp of this CTA's blocks, and of each block; maximum and sum of each CTA's sink
+        and local keys; total of each head; keys of the choice, and the places that it keeps; a word of each warp;
+        queries in the order of codes; page ids of the list, where frames are others."""
         s = self.attend
         sizes = {
             "codes_s": s.warps * DEPTH * self.keys.words,
@@ -76,7 +80,8 @@ class Shape:
 
 
 def load_queries(r: Shape, unit, q_ref, scratch) -> None:
-    """By all threads of a CTA: the queries of a unit, as codes are multiplied with them and as keys are. `attend` needs both."""
+    """By all threads of a CTA: the queries of a unit, as codes are multiplied with them and as keys are. `attend` needs
+    both."""
     s, place = r.attend, (unit // r.attend.num_kv_heads, unit % r.attend.num_kv_heads)
     if isinstance(r.keys, CodedKeys):
         decode_fold.store_queries(s, *place, q_ref, scratch["coded_q_s"], 0, True)
@@ -84,10 +89,12 @@ def load_queries(r: Shape, unit, q_ref, scratch) -> None:
 
 
 def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
-    """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local blocks, the list.
+    """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local
+    blocks, the list.
 
-    parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has found the frames (and
-    the page ids, if `r.framed`). inputs: codes or None, and `mma.arrays_of` the pages. outputs: out, lse, lists.
+    parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has
+    found the frames (and the page ids, if `r.framed`). inputs: codes or None, and `mma.arrays_of` the pages. outputs:
+    out, lse, lists.
     """
     s, (codes_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
     pools = decode_fold.Pools.of(s, pools)
@@ -122,8 +129,9 @@ def _chosen(r: Shape, sinks, kept, n, scratch):
 
 
 def _fold(s: decode_fold.Shape, cta, pools, head, length, scratch, number, entry_of, meanwhile=lambda: None, before=None, opened=True):
-    """By each warp: fold its part of `number` blocks. entry_of: a number below that -> the block's entry in the list. Turns are dealt out:
-    first one to a warp of each CTA, then to the next. opened: whether some of them may lie in the query's own page."""
+    """By each warp: fold its part of `number` blocks. entry_of: a number below that -> the block's entry in the list.
+    Turns are dealt out: first one to a warp of each CTA, then to the next. opened: whether some of them may lie in the
+    query's own page."""
     total, workers = number * (s.block_size // KEYS), s.splits * s.warps
     first = lanes.warp() * s.splits + cta
 
@@ -140,11 +148,11 @@ def _fold(s: decode_fold.Shape, cta, pools, head, length, scratch, number, entry
 
 
 def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
-    """By each warp: the logits of its key tiles, for every query row. Of whole blocks their log-sum-exp (log2 units) to `scratch["own_s"]`,
-    of other key tiles maximum and sum to `scratch["key_tiles_s"]`.
+    """By each warp: the logits of its key tiles, for every query row. Of whole blocks their log-sum-exp (log2 units) to
+    `scratch["own_s"]`, of other key tiles maximum and sum to `scratch["key_tiles_s"]`.
 
-    A CTA takes every `splits`-th block of the shortlist. Its warps take their key tiles one after the other, or whole blocks. source:
-    codes, or the pools.
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their key tiles one after the other, or whole
+    blocks. source: codes, or the pools.
     """
     s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
@@ -294,7 +302,8 @@ def _fold_key_tiles(r: Shape, scratch) -> None:
 
 
 def _choose(r: Shape, found, scratch):
-    """Write the places of the chosen blocks in the shortlist, ascending, to `scratch["chosen_s"]`; return their number."""
+    """Write the places of the chosen blocks in the shortlist, ascending, to `scratch["chosen_s"]`; return their
+    number."""
     s = r.attend
     for first in range(0, s.rows, s.warps):
         row = lanes.warp() + first
@@ -325,7 +334,8 @@ def _choose(r: Shape, found, scratch):
 def _better(size: int, i, shares_s):
     """How many of `size` keys are chosen before key number i: larger ones, and equal ones that come before it.
 
-    The numbers of a warp are 32 that follow one another. So of 32 others the whole warp knows whether equal ones count, but for its own.
+    The numbers of a warp are 32 that follow one another. So of 32 others the whole warp knows whether equal ones count,
+    but for its own.
     """
     (key,) = lanes.load_shared(shares_s, lanes.minimum(i, size - 1))
     own, better = i - lanes.lane(), lanes.i32(0)

@@ -1,4 +1,5 @@
-"""The blocks of a shortlist that get the most attention by their keys, in few bits or as pages have them, for any backend.
+"""The blocks of a shortlist that get the most attention by their keys, in few bits or as pages have them, for any
+backend.
 
 Where the page table has no more distant blocks than the shortlist, all of them are candidates, and no bounds are read.
 
@@ -47,7 +48,8 @@ def parts(call: Call, q, pages, index, table, lengths) -> tuple[Int[Array, "B T 
 def best(
     call: Call, q, pages, codes, table, lengths, frames, candidates: Int[Array, "B T K S"], near: Float32[Array, "B T H"]
 ) -> Int[Array, "B T K budget"]:
-    """The candidates that `selected_attention` lists, best first, -1 at the end. near: log-sum-exp of sink and local keys."""
+    """The candidates that `selected_attention` lists, best first, -1 at the end. near: log-sum-exp of sink and local
+    keys."""
     if codes is None:
         places = table if frames is None else frames, lengths
         sizes = {"block_size": call.block_size, "sm_scale": call.sm_scale}

@@ -42,33 +42,35 @@ def append_tokens(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Pages, Indexes]:
-    """Write the valid tokens at their positions. Then seal each page whose last token is among them: pack it, where pages are packed, and
-    build its indexes from its keys, as they are read from then on.
+    """Write the valid tokens at their positions. Then seal each page whose last token is among them: pack it, where
+    pages are packed, and build its indexes from its keys, as they are read from then on.
 
     Args:
-        pages: the pool. Packed ones need `open`: there tokens are written, each to the row of its page (`row_of`). From these rows a page
-            that fills is packed to its frame, as `pack_pages` says. The rows stay as they are.
-        indexes: rows of every page, by page id, in the dtype of the keys as they are read. Those that `kinds` does not name are returned
-            unchanged.
+        pages: the pool. Packed ones need `open`: there tokens are written, each to the row of its page (`row_of`). From
+            these rows a page that fills is packed to its frame, as `pack_pages` says. The rows stay as they are.
+        indexes: rows of every page, by page id, in the dtype of the keys as they are read. Those that `kinds` does not
+            name are returned unchanged.
         k, v: the new tokens, rounded to the pool's dtypes. v is None where V is a view of K.
         positions: int32, tokens from the start of the sequence; those of one row are consecutive.
         valid: tokens to write.
         table: int32, logical page -> page id, -1 where there is none. The page id says where the page's index rows are.
         kinds: the indexes to build.
-        frames: int32, logical page -> frame below N, -1 where there is none. The frame says where the page's keys and values are. None: the
-            frame of a page is its id.
-        config: settings of the implementation; "mosaic_tpu" takes `pallas_kernels.cache.append_tokens.mosaic_tpu.Config`.
+        frames: int32, logical page -> frame below N, -1 where there is none. The frame says where the page's keys and
+            values are. None: the frame of a page is its id.
+        config: settings of the implementation; "mosaic_tpu" takes
+            `pallas_kernels.cache.append_tokens.mosaic_tpu.Config`.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    A valid token whose page is missing in one of the tables, or has no row, is dropped, not written elsewhere. No two rows may write to
-    the same page. Drafted tokens that fill a page seal it too: queries of the same step past the page's end read its index, and queries
-    before its end read no index of it. If such tokens are dropped later, the page is open again, and its index rows, and what is packed of
-    it, mean nothing until it fills again.
+    A valid token whose page is missing in one of the tables, or has no row, is dropped, not written elsewhere. No two
+    rows may write to the same page. Drafted tokens that fill a page seal it too: queries of the same step past the
+    page's end read its index, and queries before its end read no index of it. If such tokens are dropped later, the
+    page is open again, and its index rows, and what is packed of it, mean nothing until it fills again.
 
-    Returns the updated pool and indexes. Under jit with both donated, the update is in place. It reads and writes only the tokens and the
-    keys (and packed pages' values) of the pages that fill, at most (T - 1) // P + 1 per row.
+    Returns the updated pool and indexes. Under jit with both donated, the update is in place. It reads and writes only
+    the tokens and the keys (and packed pages' values) of the pages that fill, at most (T - 1) // P + 1 per row.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
     """
     _check(pages, indexes, k, v, positions, valid, table, kinds, frames)
     signature = f"{kinds} {dispatch.signature(k_pages=pages.k, v_pages=pages.v, k=k, table=table, frames=frames)}"

@@ -1,7 +1,7 @@
 """Building an index that holds codes of keys (`page_index.codes`), by the threads of `hopper.threads.lanes`.
 
-First the levels of each channel, from the largest and smallest keys of a block. When these are written, each thread has four bytes of the
-codes of some tokens: it loads the levels of their channels once, then token after token the keys.
+First the levels of each channel, from the largest and smallest keys of a block. When these are written, each thread has
+four bytes of the codes of some tokens: it loads the levels of their channels once, then token after token the keys.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class CodedRows:
         return self.head_dim // 2
 
     def store_levels(self, index_ref, at: Scalar, block: Scalar, piece: Scalar, bounds: list[Scalar]) -> None:
-        """Store the levels of 8 channels. at: number of the page and head in the index. bounds: the largest keys of a block, then the
-        smallest."""
+        """Store the levels of 8 channels. at: number of the page and head in the index. bounds: the largest keys of a
+        block, then the smallest."""
         most, least = bounds[: len(bounds) // 2], bounds[len(bounds) // 2 :]
         low_words = [lane_pairs.pack(*least[i : i + 2], LEVELS) for i in range(0, len(least), 2)]
         low = [x for word in low_words for x in lane_pairs.unpack(word, LEVELS)]
@@ -75,7 +75,8 @@ class CodedRows:
                 lanes.store_global(own, first + n, word)
 
     def store_codes(self, index_ref, at: Scalar, load_word: Callable[[Scalar], Scalar], threads: int) -> None:
-        """Store the codes of all keys, after a barrier. load_word: of the page's keys, by its number. By all threads of the CTA."""
+        """Store the codes of all keys, after a barrier. load_word: of the page's keys, by its number. By all threads of
+        the CTA."""
         words = self.page_size // self.block_size * (self.row_bytes // 4)
         strands = 1  # threads that have the same bytes of a block's codes, each of equally many tokens
         while self.block_size % (2 * strands) == 0 and 2 * strands * words <= threads:
@@ -107,8 +108,8 @@ class CodedRows:
         return lanes.part(index_ref, lanes.i32(0), at, self.page_size // self.block_size * self.block_words * 4)
 
     def _channels(self, load_word: Callable[[Scalar], Scalar], start, word: Scalar, dtype: str) -> list[Scalar]:
-        """16-bit numbers of the channels of four bytes of codes: of the lowest bits of each byte, then of the next. start: number of the
-        word where those of channel 0 lie."""
+        """16-bit numbers of the channels of four bytes of codes: of the lowest bits of each byte, then of the next.
+        start: number of the word where those of channel 0 lie."""
         pairs = [start + word * 2 + (field * self.row_bytes // 2 + n) for field in range(8 // self.bits) for n in range(2)]
         return [x for pair in [load_word(pair) for pair in pairs] for x in lane_pairs.unpack(pair, dtype)]
 
@@ -123,7 +124,8 @@ class CodedRows:
         return low, [lanes.where(x == 0.0, 1.0, x) for x in steps]
 
     def _codes(self, keys: list[Scalar], low: list[Scalar], steps: list[Scalar]) -> Scalar:
-        """Four bytes of codes. Keys can lie halfway between two levels, where another division would round to another code."""
+        """Four bytes of codes. Keys can lie halfway between two levels, where another division would round to another
+        code."""
         found = [lane_math.nearest(lane_math.quotient_of_xla(x - y, z)) for x, y, z in zip(keys, low, steps, strict=True)]
         codes = [lanes.maximum(lanes.minimum(x, 2**self.bits - 1), 0) for x in found]
         word = lanes.i32(0)

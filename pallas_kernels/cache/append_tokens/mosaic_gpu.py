@@ -1,12 +1,14 @@
-"""append_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch, a CTA per sequence and KV head, pool and indexes in place.
+"""append_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch, a CTA per sequence and KV head, pool and indexes
+in place.
 
-A CTA writes the head's new rows. If one of them is the last of its page, it reads the page's keys back and reduces them, 16 bytes at a
-time, to the head's part of every index. Indexes that hold codes of keys need a second pass (`coded_rows`). Packed pages are written to
-their open rows; one that fills is packed from there (`packing`), and its indexes are built from shared memory. It touches nothing else of
-the pool.
+A CTA writes the head's new rows. If one of them is the last of its page, it reads the page's keys back and reduces
+them, 16 bytes at a time, to the head's part of every index. Indexes that hold codes of keys need a second pass
+(`coded_rows`). Packed pages are written to their open rows; one that fills is packed from there (`packing`), and its
+indexes are built from shared memory. It touches nothing else of the pool.
 
-Memory traffic: the new rows, read and written once; for a page that fills, its keys once per index, twice for one of codes (all but the
-first time from the cache). Of packed pages, for one that fills: its keys and values read once, and their codes written once.
+Memory traffic: the new rows, read and written once; for a page that fills, its keys once per index, twice for one of
+codes (all but the first time from the cache). Of packed pages, for one that fills: its keys and values read once, and
+their codes written once.
 """
 
 from __future__ import annotations
@@ -228,8 +230,8 @@ def _in_pool(s: Shape, k_pages_ref, head, frame, _) -> InPool:
 
 
 def _pack(s: Shape, head, divisors_ref, written, partial_s, *places) -> InShared | None:
-    """Pack one page and head; returns its keys as they are read, if there is shared memory for them. places: that memory, if there is; the
-    page's frame, and its open row."""
+    """Pack one page and head; returns its keys as they are read, if there is shared memory for them. places: that
+    memory, if there is; the page's frame, and its open row."""
     *keys_s, frame, row = places
     at, at_row = (number * s.num_kv_heads + head for number in (frame, row))
     lanes.cta_barrier(THREADS)  # the new rows are written; nobody reads the keys of the page before
@@ -244,9 +246,9 @@ def _pack(s: Shape, head, divisors_ref, written, partial_s, *places) -> InShared
 
 
 def _page(s: Shape, row, place, table_refs, row_of_ref):
-    """Id and frame of a token's page, and where it is written: its open row, or the frame where there is none; all -1 unless it has all.
-    place: the token's position, -1 for none. table_refs: of ids and of frames, or one table that is both. row_of_ref: rows of frames, or
-    None."""
+    """Id and frame of a token's page, and where it is written: its open row, or the frame where there is none; all -1
+    unless it has all. place: the token's position, -1 for none. table_refs: of ids and of frames, or one table that is
+    both. row_of_ref: rows of frames, or None."""
     logical = place // s.page_size
     inside = (place >= 0) & (logical < s.table_width)
     entry = row * s.table_width + lanes.where(inside, logical, 0)
@@ -286,8 +288,8 @@ def _write(s: Shape, row, head, places_ref, table_refs, row_of_ref, tokens, pool
 
 
 def _seal(s: Shape, row, head, places_ref, table_refs, row_of_ref, keys_at, index_refs, partial_s) -> None:
-    """Build the head's part of the indexes of each page whose last token is new. keys_at(frame, open row): makes the page's keys ready, and
-    returns them. Every condition here is the same for all threads."""
+    """Build the head's part of the indexes of each page whose last token is new. keys_at(frame, open row): makes the
+    page's keys ready, and returns them. Every condition here is the same for all threads."""
     if not s.packed:  # `_pack` waits itself
         lanes.cta_barrier(THREADS)  # the new rows are written
 
@@ -366,7 +368,8 @@ def _combine(kind: str, a, b):
 
 
 def _reduce_tokens(s: Shape, kind: str, count: int, first, keys):
-    """Partial result of a piece of `count` consecutive tokens: float32, the piece's columns for each row of the index."""
+    """Partial result of a piece of `count` consecutive tokens: float32, the piece's columns for each row of the
+    index."""
 
     def numbers(offset):
         words = keys.load_16_bytes(offset)

@@ -1,13 +1,15 @@
 """append_tokens for TPU: one kernel, pool and indexes in place; a page that fills is sealed in the same launch.
 
-Algorithm. A copy moves whole groups of 8 rows of a page. So XLA first brings new tokens into the groups in which they will lie (for one
-token, by a broadcast). The grid is (B, tiles of `Config.tile_tokens` rows, at most a page). A grid cell copies the groups that it changes
-from the pool, all KV heads at once, puts the valid tokens into them, and copies them back. If one of its tokens is the last of a page, it
-copies the page's keys, builds every index from them in float32, head by head, and copies the index rows out. A page gets its tokens from
-one sequence, whose tiles are walked in order, so a cell reads what earlier cells wrote.
+Algorithm. A copy moves whole groups of 8 rows of a page. So XLA first brings new tokens into the groups in which they
+will lie (for one token, by a broadcast). The grid is (B, tiles of `Config.tile_tokens` rows, at most a page). A grid
+cell copies the groups that it changes from the pool, all KV heads at once, puts the valid tokens into them, and copies
+them back. If one of its tokens is the last of a page, it copies the page's keys, builds every index from them in
+float32, head by head, and copies the index rows out. A page gets its tokens from one sequence, whose tiles are walked
+in order, so a cell reads what earlier cells wrote.
 
-Memory traffic: for each group of 8 tokens that holds a new one, `2 * 8 * K * D * itemsize` bytes of K and V in, and as many out; the new
-tokens, padded to groups, once; for a page that fills, its keys, `K * P * D * itemsize` bytes, once, and its index rows out.
+Memory traffic: for each group of 8 tokens that holds a new one, `2 * 8 * K * D * itemsize` bytes of K and V in, and as
+many out; the new tokens, padded to groups, once; for a page that fills, its keys, `K * P * D * itemsize` bytes, once,
+and its index rows out.
 
 Source: bounds of Quest (Tang et al., ICML 2024).
 """
@@ -36,7 +38,8 @@ GROUP = SUBLANES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_tokens: rows of new tokens that a grid cell writes, a multiple of 8. A tile has at most the tokens of a page."""
+    """tile_tokens: rows of new tokens that a grid cell writes, a multiple of 8. A tile has at most the tokens of a
+    page."""
 
     tile_tokens: int = 128
 
@@ -89,7 +92,8 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frame
 
 
 def _vmem_bytes(sizes: _Sizes, pages) -> int:
-    """Tokens, double-buffered, and the groups that they go to; a page of keys and its index rows; a head in float32, and its results."""
+    """Tokens, double-buffered, and the groups that they go to; a page of keys and its index rows; a head in float32,
+    and its results."""
     row = sizes.kv_heads * pages.head_dim * pages.k.dtype.itemsize
     moved = (2 * 2 + 2) * sizes.groups * GROUP * row
     if not sizes.kinds:
@@ -146,15 +150,17 @@ def _append(pages, indexes, k, v, positions, valid, table, frames, *, sizes: _Si
 
 
 def _without_ones(index):
-    """An index as XLA keeps it, else it would be copied: rows of 16 bits lie in pairs, and axes of size 1 among the last three move."""
+    """An index as XLA keeps it, else it would be copied: rows of 16 bits lie in pairs, and axes of size 1 among the
+    last three move."""
     if index.dtype.itemsize == 4:
         return index
     return index.reshape(*index.shape[:2], *(n for n in index.shape[2:4] if n > 1), index.shape[4])
 
 
 def _places(sizes: _Sizes, positions, valid, table, frames):
-    """Where tokens go, as scalars in 1D (first row of each sequence's groups; per group its frame, -1 for none, and a bit for each new row;
-    per tile the page id and the frame of the page that it fills, or -1), and the token of each row `[B, rows]`."""
+    """Where tokens go, as scalars in 1D (first row of each sequence's groups; per group its frame, -1 for none, and a
+    bit for each new row; per tile the page id and the frame of the page that it fills, or -1), and the token of each
+    row `[B, rows]`."""
     (batch, num_tokens), page_size, per_tile = positions.shape, sizes.page_size, sizes.groups * GROUP
     first = positions[:, :1]
     base = first // GROUP * GROUP
@@ -181,15 +187,16 @@ def _in_groups(sizes: _Sizes, x, token):
 
 
 def _kernel(sizes: _Sizes, base, group_frames, bits, sealed_pages, sealed_frames, k_new, v_new, *rest):
-    """One tile of one sequence. Pools are operands and results in the same memory. Scratch follows: groups of K and of V, a page of keys
-    and its index rows, a semaphore."""
+    """One tile of one sequence. Pools are operands and results in the same memory. Scratch follows: groups of K and of
+    V, a page of keys and its index rows, a semaphore."""
     count = 2 + len(sizes.kinds)
     (k_pool, v_pool, *indexes), (k_slots, v_slots, *sealing, arrived) = rest[count : 2 * count], rest[2 * count :]
     row, tile = pl.program_id(0), pl.program_id(0) * sizes.tiles + pl.program_id(1)
     first = base[row] + pl.program_id(1) * (sizes.groups * GROUP)
 
     def each_group(do):
-        """Call `do` on every group that gets a token, with its number in the tile and its places in the pools of K and V."""
+        """Call `do` on every group that gets a token, with its number in the tile and its places in the pools of K and
+        V."""
 
         def one(i, _):
             frame = group_frames[tile * sizes.groups + i]
@@ -255,7 +262,8 @@ def _seal(sizes: _Sizes, page, indexes, keys, *rest):
 
 
 def _build(kind: str, blocks, built, head: int):
-    """Index rows of one head from its keys `[nb, bs, D]`, float32. built: `[K, nb, R, D]`, axes nb and R only where they are not 1."""
+    """Index rows of one head from its keys `[nb, bs, D]`, float32. built: `[K, nb, R, D]`, axes nb and R only where
+    they are not 1."""
     if kind == "mean":
         mean = (blocks.sum(1) * (1 / blocks.shape[1])).astype(built.dtype)
         built[pl.ds(head, 1)] = mean.reshape(1, *built.shape[1:])

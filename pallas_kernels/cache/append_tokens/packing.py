@@ -1,8 +1,8 @@
 """Packing a page that fills, by the threads of `hopper.threads.lanes`: the bits of `pack_pages.xla` on the same GPU.
 
-A piece is 8 numbers of a token. The threads that have a token's pieces are neighbours in a warp, so shuffles find the largest of what
-shares a scale; of channels, with shared memory, before anything is packed. A thread has its piece of several consecutive tokens, which it
-loads together. Codes and scales go to the pool. Keys, as
+A piece is 8 numbers of a token. The threads that have a token's pieces are neighbours in a warp, so shuffles find the
+largest of what shares a scale; of channels, with shared memory, before anything is packed. A thread has its piece of
+several consecutive tokens, which it loads together. Codes and scales go to the pool. Keys, as
 they are read from then on, go to shared memory too, where indexes are built from them.
 """
 
@@ -60,7 +60,8 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How the pages of keys or of values are packed. format: None: numbers as they are. dtype: of the numbers, of 16 bits."""
+    """How the pages of keys or of values are packed. format: None: numbers as they are. dtype: of the numbers, of 16
+    bits."""
 
     format: PageFormat | None
     page_size: int
@@ -100,8 +101,9 @@ class Packing:
     def pack(self, rows_ref, at_row: Scalar, codes_ref, scales_ref, at: Scalar, most: Scalar, partial_s, keys_s, threads: int) -> None:
         """Pack number `at_row` of the open pages of each head to number `at` of the pool's. By all threads of the CTA.
 
-        scales_ref: None without scales. most: `divisor`, from memory. partial_s: shared memory, a word for each number of a token and each
-        warp, free before and after. keys_s: where numbers go as they are read, `page_words` words; or None.
+        scales_ref: None without scales. most: `divisor`, from memory. partial_s: shared memory, a word for each number
+        of a token and each warp, free before and after. keys_s: where numbers go as they are read, `page_words` words;
+        or None.
         """
         rows = lanes.part(rows_ref, lanes.i32(0), at_row, 4 * self.page_words)
         codes = lanes.part(codes_ref, lanes.i32(0), at, 4 * self.page_size * self.token_words)
@@ -126,8 +128,8 @@ class Packing:
         lanes.loop(self.page_size // self._together, [], turn, step=threads // self.pieces)
 
     def _places(self, first: Scalar) -> tuple[Scalar, Scalar, list[Scalar]]:
-        """The first of this thread's tokens that are packed together, token 0 where there are none; whether there are; and where its pieces
-        of them begin, in words."""
+        """The first of this thread's tokens that are packed together, token 0 where there are none; whether there are;
+        and where its pieces of them begin, in words."""
         group = lanes.thread() // self.pieces + first
         inside = group * self._together < self.page_size
         token = lanes.where(inside, group * self._together, 0)
@@ -141,7 +143,8 @@ class Packing:
         return [x for word in words for x in lane_pairs.unpack(word, self.dtype)]
 
     def _piece(self, words: list[Scalar], most: Scalar, units: list[Unit] | None) -> tuple[list[Scalar], Scalar | None, list[Scalar]]:
-        """Words of codes, which `_put_codes` stores; the scale, if it is of a token; and words of the numbers as they are read.
+        """Words of codes, which `_put_codes` stores; the scale, if it is of a token; and words of the numbers as they
+        are read.
 
         units: of the piece's channels, or None."""
         if self.format is None:

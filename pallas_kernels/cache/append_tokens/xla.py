@@ -1,4 +1,5 @@
-"""append_tokens for any backend, by scatters. Each page that may have filled is read once, whether it has filled or not."""
+"""append_tokens for any backend, by scatters. Each page that may have filled is read once, whether it has filled or
+not."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, fra
     pools = pools.replace(k=pools.k.at[tile, :, offset].set(k.astype(pools.k.dtype), mode="drop"))
     if v is not None:
         pools = pools.replace(v=pools.v.at[tile, :, offset].set(v.astype(pools.v.dtype), mode="drop"))
-    # XLA may fuse the write into its readers. These then read the pool as it was before, which needs a copy of all of it.
+    # XLA may fuse the write into its readers. These then read the pool as it was before, which needs a copy of all of
+    # it.
     pools = jax.lax.optimization_barrier(pools)
     written = pages.replace(open=pools) if pages.packed else pools
     if not call.kinds and not pages.packed:

@@ -24,20 +24,22 @@ def copy_tiles(
 ) -> Pages:
     """Copy tiles, the keys and values of one KV head of a page, to other frames of the same pool.
 
-    Entry (i, h) copies head h of frame `sources[i, h]` to head h of frame `targets[i, h]`. Frames may lie in device memory or in host
-    memory: this op moves pages between both.
+    Entry (i, h) copies head h of frame `sources[i, h]` to head h of frame `targets[i, h]`. Frames may lie in device
+    memory or in host memory: this op moves pages between both.
 
     Args:
         pages: the pool.
-        sources, targets: int32, frames below N; an entry is skipped where either is below 0. Entries with the same target must have the
-            same source: two rows of a batch may list one page. No tile may be the source of one entry and the target of another.
+        sources, targets: int32, frames below N; an entry is skipped where either is below 0. Entries with the same
+            target must have the same source: two rows of a batch may list one page. No tile may be the source of one
+            entry and the target of another.
         config: settings of the implementation; none takes any.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns the updated pool. Under jit with the pool donated the update is in place. Traffic: each copied tile is read once and written
-    once. Memory: "xla" holds a copy of all n * K tiles, the kernel none.
+    Returns the updated pool. Under jit with the pool donated the update is in place. Traffic: each copied tile is read
+    once and written once. Memory: "xla" holds a copy of all n * K tiles, the kernel none.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
     """
     check_pool(pages, "copy_tiles")
     arrays = dispatch.signature(**pages.arrays, sources=sources, targets=targets)

@@ -1,7 +1,7 @@
 """copy_tiles in Pallas Mosaic GPU: a few CTAs per tile, in place; each thread has several loads of 16 bytes in flight.
 
-Memory traffic: each copied tile once in and once out. Many CTAs at once keep the bus to host memory busy. A load from there takes more than
-a microsecond, so few tiles take about as long as one CTA has loads after each other.
+Memory traffic: each copied tile once in and once out. Many CTAs at once keep the bus to host memory busy. A load from
+there takes more than a microsecond, so few tiles take about as long as one CTA has loads after each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SHARES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the kernel's code depends on. tile_bytes: of a tile, for each array of the pool, scales included."""
+    """Everything that the kernel's code depends on. tile_bytes: of a tile, for each array of the pool, scales
+    included."""
 
     num_kv_heads: int
     tile_bytes: tuple[int, ...]
@@ -78,7 +79,8 @@ def copy_tile(s: Shape, unit, sources_ref, targets_ref, pool_refs) -> None:
 
 
 def copy_share(s: Shape, head, source, target, share, pool_refs) -> None:
-    """By single threads: copy one of `SHARES` shares of a head's tile from frame `source` to frame `target`, in every array of the pool."""
+    """By single threads: copy one of `SHARES` shares of a head's tile from frame `source` to frame `target`, in every
+    array of the pool."""
     before, after = (frame * s.num_kv_heads + head for frame in (source, target))
     turns = 0
     for size, ref in zip(s.tile_bytes, pool_refs, strict=True):

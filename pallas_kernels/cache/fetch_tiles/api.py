@@ -49,10 +49,11 @@ def fetch_tiles(
     config: Any = None,
     implementation: str | None = None,
 ) -> FetchedTiles:
-    """Look up the listed tiles in a buffer on the device of tiles in host memory, and copy those that are missing to a place there.
+    """Look up the listed tiles in a buffer on the device of tiles in host memory, and copy those that are missing to a
+    place there.
 
-    What `place_tiles` and then `copy_tiles` do, which a kernel does in one launch: between a selection and its attention every launch
-    delays the layer.
+    What `place_tiles` and then `copy_tiles` do, which a kernel does in one launch: between a selection and its
+    attention every launch delays the layer.
 
     Args:
         pages: the pool, in device memory and in host memory from frame `border` on; its page size is that of the lists.
@@ -60,10 +61,11 @@ def fetch_tiles(
         config: none takes any.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns the pool with the copies made, in place under jit with the pool donated; the frame of each listed tile; the frame from which it
-    was copied, -1 where it was not; and tags and ages afterwards. Traffic: that of both ops.
+    Returns the pool with the copies made, in place under jit with the pool donated; the frame of each listed tile; the
+    frame from which it was copied, -1 where it was not; and tags and ages afterwards. Traffic: that of both ops.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
     """
     check_pool(pages, "fetch_tiles")
     lists = (blocks, page_table, frames, lengths, tags, ages, now)

@@ -1,7 +1,8 @@
 """fetch_tiles in Pallas Mosaic GPU: one launch, a cluster of CTAs per KV head; pool, tags and ages in place.
 
-The first CTA of a cluster places the head's tiles (`place_tiles.mosaic_gpu`). After a barrier of the cluster all of its CTAs make the list
-of missing tiles, and copy shares of them in turn (`copy_tiles.mosaic_gpu`). Memory traffic: that of both.
+The first CTA of a cluster places the head's tiles (`place_tiles.mosaic_gpu`). After a barrier of the cluster all of its
+CTAs make the list of missing tiles, and copy shares of them in turn (`copy_tiles.mosaic_gpu`). Memory traffic: that of
+both.
 """
 
 from __future__ import annotations

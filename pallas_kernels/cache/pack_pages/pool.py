@@ -13,10 +13,11 @@ from pallas_kernels.core.pages import Pages
 def put_pages(
     pages: Pages, k: Float[Array, "n K P D"], v: Float[Array, "n K P Dv"] | None, frames: Int[Array, " n"]
 ) -> tuple[Pages, Float[Array, "n K P D"]]:
-    """Write the numbers of n whole pages to `frames` (those outside the pool are skipped), packed as the pages' formats say. v is None
-    where V is a view of K.
+    """Write the numbers of n whole pages to `frames` (those outside the pool are skipped), packed as the pages' formats
+    say. v is None where V is a view of K.
 
-    Returns the pages, and the keys as they are read from then on. Under jit with the pages donated, the update is in place.
+    Returns the pages, and the keys as they are read from then on. Under jit with the pages donated, the update is in
+    place.
     """
     put: dict[str, Array] = {}
     keys = k.astype(pages.k.dtype) if pages.k_packed is None else k
@@ -26,7 +27,8 @@ def put_pages(
         codes, scales = (numbers, None) if packed is None else pack_pages(numbers, format=packed)
         put |= {name: codes} if scales is None else {name: codes, f"{name}_scales": scales}
         if name == "k" and packed is not None:
-            # XLA may leave out the rounding of numbers that are made wide again. Indexes would then be of keys that nobody reads.
+            # XLA may leave out the rounding of numbers that are made wide again. Indexes would then be of keys that
+            # nobody reads.
             keys = jax.lax.optimization_barrier(unpack(packed, codes, scales))
     arrays = {}
     for name, new in put.items():

@@ -1,4 +1,5 @@
-"""pack_pages by definition, in NumPy: one group at a time, and of lattice points the nearest of all that surround a block.
+"""pack_pages by definition, in NumPy: one group at a time, and of lattice points the nearest of all that surround a
+block.
 
 Slow: only for tests and debugging.
 """
@@ -94,7 +95,8 @@ def nearest(lattice: str, block: np.ndarray) -> np.ndarray:
 
 
 def _lattice_bytes(format: PageFormat, row: np.ndarray) -> np.ndarray:
-    """Bytes of a token: bit i of every word lies in plane i // 8 if the plane is whole, else the bits of a plane lie together."""
+    """Bytes of a token: bit i of every word lies in plane i // 8 if the plane is whole, else the bits of a plane lie
+    together."""
     q, words = format.levels, []
     for block in row.reshape(-1, 4 if format.codes == "d4" else 8):
         point = nearest(format.codes, block)

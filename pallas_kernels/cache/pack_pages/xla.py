@@ -1,8 +1,8 @@
 """pack_pages for any backend. Reads x once for the scales and once for the codes.
 
-Bits do not depend on what else a program computes: sums of several terms are additions in a fixed order, and a product that is rounded
-before it is added to something, and a divisor that is one number, are kept apart by barriers. Otherwise compilers fuse the two, and
-multiply by the divisor's reciprocal.
+Bits do not depend on what else a program computes: sums of several terms are additions in a fixed order, and a product
+that is rounded before it is added to something, and a divisor that is one number, are kept apart by barriers. Otherwise
+compilers fuse the two, and multiply by the divisor's reciprocal.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 @functools.partial(jax.jit, static_argnames="call")
 def pack_pages(call: Call, x):
     """See `pallas_kernels.pack_pages`."""
-    # XLA for GPUs takes a number that is rounded to a narrower type and read back at once for the number itself. Indexes are of keys as
-    # they are read, so the rounding must not be left out.
+    # XLA for GPUs takes a number that is rounded to a narrower type and read back at once for the number itself.
+    # Indexes are of keys as they are read, so the rounding must not be left out.
     return jax.lax.optimization_barrier(_packed(call.format, x.astype(jnp.float32)))
 
 

@@ -51,12 +51,14 @@ def place_tiles(
     config: Any = None,
     implementation: str | None = None,
 ) -> Placed:
-    """Look up the listed tiles in a buffer on the device of tiles in host memory, and give those that are missing a place in it.
+    """Look up the listed tiles in a buffer on the device of tiles in host memory, and give those that are missing a
+    place in it.
 
-    A tile is one KV head of a page. Place (s, w) of KV head h is head h of frame `first + s * WAYS + w`; a page's tiles may lie in the
-    places of s = id % S. A missing tile takes the place of the one that was not used for longest. A tile that this call lists goes only
-    where all WAYS places hold such tiles; it is then read in host memory. If several missing tiles choose one place, one of them gets it,
-    and the others stay in host memory. Which one is not determined, and no result depends on it.
+    A tile is one KV head of a page. Place (s, w) of KV head h is head h of frame `first + s * WAYS + w`; a page's tiles
+    may lie in the places of s = id % S. A missing tile takes the place of the one that was not used for longest. A tile
+    that this call lists goes only where all WAYS places hold such tiles; it is then read in host memory. If several
+    missing tiles choose one place, one of them gets it, and the others stay in host memory. Which one is not
+    determined, and no result depends on it.
 
     Args:
         blocks: int32, the logical pages that each KV head reads, -1 for none: whole pages.
@@ -65,19 +67,21 @@ def place_tiles(
         tags: int32, the page id in each place, -1 for none. ages: int32, the step that used it last.
         now: int32, number of this step, larger than all ages.
         page_size: tokens.
-        num_queries: T of the step. Only pages that were full before the step may be in the buffer, since others still change.
+        num_queries: T of the step. Only pages that were full before the step may be in the buffer, since others still
+            change.
         first: frame of the first place.
         border: frames from this one on lie in host memory; tiles of other frames are not looked up.
         config: none takes any.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns the frame of each listed tile (in the buffer, or as `frames` says, -1 for none); the copies that make it true, for `copy_tiles`,
-    n = B * W, -1 where there is none; and tags and ages afterwards, in place under jit with both donated, tags before ages: JAX gives
-    donated arrays of one shape to results in this order.
+    Returns the frame of each listed tile (in the buffer, or as `frames` says, -1 for none); the copies that make it
+    true, for `copy_tiles`, n = B * W, -1 where there is none; and tags and ages afterwards, in place under jit with
+    both donated, tags before ages: JAX gives donated arrays of one shape to results in this order.
 
     Source: none; a set-associative cache, as processors have, that gives up what was used least recently.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
     """
     operands = (blocks, page_table, frames, lengths, tags, ages, now)
     sizes = {"page_size": page_size, "num_queries": num_queries, "first": first, "border": border}
@@ -88,7 +92,8 @@ def place_tiles(
 def checked_call(
     blocks, page_table, frames, lengths, tags, ages, now, *, page_size, num_queries, first, border, config
 ) -> tuple[Call, str]:
-    """The static arguments of a call and the text of its arrays. Arguments as of `place_tiles`; raises ValueError as it does."""
+    """The static arguments of a call and the text of its arrays. Arguments as of `place_tiles`; raises ValueError as it
+    does."""
     arrays = dispatch.signature(blocks=blocks, page_table=page_table, frames=frames, lengths=lengths, tags=tags, ages=ages)
     if blocks.ndim != 3 or page_table.ndim != 2 or frames.shape != page_table.shape or lengths.shape != blocks.shape[:1]:
         raise ValueError(f"needs blocks [B, K, W], page_table and frames [B, M], lengths [B]; got {arrays}")

@@ -1,7 +1,7 @@
 """place_tiles in Pallas Mosaic GPU: one launch, a CTA per KV head, tags and ages in place.
 
-Threads go through the head's list three times, with a barrier between: they look tiles up, let missing ones take a place, and see who got
-it. Memory traffic: the list, its pages and frames, and 64 bytes of tags and ages for each entry.
+Threads go through the head's list three times, with a barrier between: they look tiles up, let missing ones take a
+place, and see who got it. Memory traffic: the list, its pages and frames, and 64 bytes of tags and ages for each entry.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _place(s: Shape, blocks, page_table, frames, lengths, tags, ages, now):
 
 
 def place_head(s: Shape, head, lists, buffer, outs, scratch) -> None:
-    """By single threads: place the listed tiles of one KV head. lists: blocks, page table, frames, lengths, now. buffer: tags and ages.
-    outs: block_frames, sources, targets. scratch: three words for each entry."""
+    """By single threads: place the listed tiles of one KV head. lists: blocks, page table, frames, lengths, now.
+    buffer: tags and ages. outs: block_frames, sources, targets. scratch: three words for each entry."""
     blocks_ref, table_ref, frames_ref, lengths_ref, now_ref = lists
     tags_ref, ages_ref = buffer
     ids_s, ways_s, frames_s = scratch

@@ -1,4 +1,5 @@
-"""place_tiles by definition: listed tiles are looked up one after the other, then missing ones are placed. Not for use under jit."""
+"""place_tiles by definition: listed tiles are looked up one after the other, then missing ones are placed. Not for use
+under jit."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pallas_kernels.cache.place_tiles.api import WAYS, Call, Placed
 
 
 def place_tiles(call: Call, blocks, page_table, frames, lengths, tags, ages, now):
-    """See `pallas_kernels.place_tiles`; takes no config. Of missing tiles that choose one place, the last in order gets it."""
+    """See `pallas_kernels.place_tiles`; takes no config. Of missing tiles that choose one place, the last in order gets
+    it."""
     blocks, page_table, frames, lengths, now = (np.asarray(x) for x in (blocks, page_table, frames, lengths, now))
     tags, ages = np.array(tags), np.array(ages)
     batch, kv_heads, width = blocks.shape

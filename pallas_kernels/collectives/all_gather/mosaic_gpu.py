@@ -1,9 +1,10 @@
 """all_gather in Pallas Mosaic GPU: launches on each device that write to the memory of the others
 (`pallas_kernels.collectives.peer_buffers`).
 
-All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. More words than a launch
-takes go in several of equal size, which use one buffer, so each takes a part of the one before as an operand: XLA might run them beside
-each other otherwise. Memory traffic of each device: that of the exchange, the words, and n times the words.
+All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. More
+words than a launch takes go in several of equal size, which use one buffer, so each takes a part of the one before as
+an operand: XLA might run them beside each other otherwise. Memory traffic of each device: that of the exchange, the
+words, and n times the words.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def words_of(shape: tuple[int, ...], itemsize: int) -> int:
 
 
 def launches_of(words: int) -> tuple[int, int, int]:
-    """How many launches so many words take, the words of each, and those of each CTA: a power of two, no more than needed."""
+    """How many launches so many words take, the words of each, and those of each CTA: a power of two, no more than
+    needed."""
     count = -(-words // MAX_WORDS)
     each = -(-words // count)
     piece = min(WORDS, max(peer_buffers.THREADS, 1 << (each - 1).bit_length()))

@@ -1,4 +1,5 @@
-"""all_gather by definition: a place for each device, which it alone fills, and the rest is zeros; then the bits of all are added."""
+"""all_gather by definition: a place for each device, which it alone fills, and the rest is zeros; then the bits of all
+are added."""
 
 from __future__ import annotations
 

@@ -34,28 +34,32 @@ def all_reduce(
     config: Any = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows E"]:
-    """The sum of `x` over the devices of an axis, and `residual` once, on each of these devices. For use inside `jax.shard_map`.
+    """The sum of `x` over the devices of an axis, and `residual` once, on each of these devices. For use inside
+    `jax.shard_map`.
 
-    The numbers of a place are widened to float32, added in the order of the devices, then the residual is added, and the sum is rounded
-    once, to x's dtype. Every implementation does this, so all of them give the same bits, on all devices, every time, whatever rows are
-    beside a row. `jax.lax.psum` promises no order and may round to x's dtype after each addition.
+    The numbers of a place are widened to float32, added in the order of the devices, then the residual is added, and
+    the sum is rounded once, to x's dtype. Every implementation does this, so all of them give the same bits, on all
+    devices, every time, whatever rows are beside a row. `jax.lax.psum` promises no order and may round to x's dtype
+    after each addition.
 
     Args:
         x: `[R, E]` or `[B, T, E]`, this device's part: float32, bfloat16 or float16.
-        axis_name: the axis of the mesh. `jax.shard_map` needs `check_vma=False`: JAX cannot show that the results are the same everywhere.
+        axis_name: the axis of the mesh. `jax.shard_map` needs `check_vma=False`: JAX cannot show that the results are
+            the same everywhere.
         residual: of x's shape and dtype, the same on all devices of the axis.
-        mesh: the one that `jax.shard_map` was given. "mosaic_gpu" has to know its devices; without it another implementation is picked.
+        mesh: the one that `jax.shard_map` was given. "mosaic_gpu" has to know its devices; without it another
+            implementation is picked.
         config: settings of the implementation; no implementation takes any so far.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    "mosaic_gpu" takes up to 128 KiB of x and is for decode steps. "xla" takes everything else. Each device sends x to every other one, or,
-    above 4 MiB on all devices together and with more than two devices, a part of x to each and then a part of the sum to each. Memory: as
-    many bytes as are received.
+    "mosaic_gpu" takes up to 128 KiB of x and is for decode steps. "xla" takes everything else. Each device sends x to
+    every other one, or, above 4 MiB on all devices together and with more than two devices, a part of x to each and
+    then a part of the sum to each. Memory: as many bytes as are received.
 
     Returns the sum, of x's shape and dtype. Not differentiated by "mosaic_gpu"; name "xla" for that.
 
-    Raises ValueError for arguments that do not fit together, or outside of `jax.shard_map`; NotImplementedError for an implementation that
-    cannot run here.
+    Raises ValueError for arguments that do not fit together, or outside of `jax.shard_map`; NotImplementedError for an
+    implementation that cannot run here.
     """
     arrays = dispatch.signature(x=x, residual=residual)
     if x.ndim not in (2, 3) or 0 in x.shape:

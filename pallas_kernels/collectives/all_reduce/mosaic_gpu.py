@@ -1,8 +1,8 @@
 """all_reduce in Pallas Mosaic GPU: one launch per device, which writes to the memory of the others
 (`pallas_kernels.collectives.peer_buffers`).
 
-A CTA adds its piece of the arrays of all devices in device order. Memory traffic of each device: that of the exchange; x, the residual and
-the sum in its own memory.
+A CTA adds its piece of the arrays of all devices in device order. Memory traffic of each device: that of the exchange;
+x, the residual and the sum in its own memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""all_reduce for any backend, by exchanges of XLA. Not by `psum`: that adds in an order of its own, which may differ from place to place.
+"""all_reduce for any backend, by exchanges of XLA. Not by `psum`: that adds in an order of its own, which may differ
+from place to place.
 
-Two ways, with equal bits. Small arrays are sent whole to every device, which adds all of them: one exchange. Of large ones, each device
-adds one part for all devices and sends the sum to them: two exchanges, and as many bytes as a ring of additions, 2 * (n - 1) / n of x.
+Two ways, with equal bits. Small arrays are sent whole to every device, which adds all of them: one exchange. Of large
+ones, each device adds one part for all devices and sends the sum to them: two exchanges, and as many bytes as a ring of
+additions, 2 * (n - 1) / n of x.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import jax.numpy as jnp
 from pallas_kernels.collectives.all_reduce.api import Call, add_in_order
 
 GATHERED_BYTES = 2**22
-"""Most bytes of the arrays of all devices together that each device receives whole. An estimate: an exchange more costs about as much time
-as receiving these bytes."""
+"""Most bytes of the arrays of all devices together that each device receives whole. An estimate: an exchange more costs
+about as much time as receiving these bytes."""
 
 
 def all_reduce(call: Call, x, residual):

@@ -1,11 +1,14 @@
-"""Folding listed keys into an online softmax without `wgmma`: what decode kernels run on GPUs that do not have it (Blackwell).
+"""Folding listed keys into an online softmax without `wgmma`: what decode kernels run on GPUs that do not have it
+(Blackwell).
 
-Each warp of a CTA takes key tiles of 16 keys. It copies their K and V ahead into a ring of its own. In `mma.m16n8k16` the 16 keys are the
-rows and 8 queries the columns, so little of a product is padding. The weights, turned round in registers (`movmatrix`), are an operand of
-the product with the values. In the end the CTA merges what its warps found. All of it runs on `hopper.threads.lanes`.
+Each warp of a CTA takes key tiles of 16 keys. It copies their K and V ahead into a ring of its own. In `mma.m16n8k16`
+the 16 keys are the rows and 8 queries the columns, so little of a product is padding. The weights, turned round in
+registers (`movmatrix`), are an operand of the product with the values. In the end the CTA merges what its warps found.
+All of it runs on `hopper.threads.lanes`.
 
-Packed pages are read so on every GPU: `packed_operands` makes operands of codes. Where pages are open beside them, each warp folds the
-key tiles of its queries' own pages last, from there; the first of them is copied while it folds the others.
+Packed pages are read so on every GPU: `packed_operands` makes operands of codes. Where pages are open beside them, each
+warp folds the key tiles of its queries' own pages last, from there; the first of them is copied while it folds the
+others.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from pallas_kernels.hopper.threads.lanes import Scalar
 
 
 def most_rows(head_dim: int, windowed: bool) -> int:
-    """Most query rows (T*G) of a launch: their sums for all columns stay in registers. A window's bounds for each row take some, too."""
+    """Most query rows (T*G) of a launch: their sums for all columns stay in registers. A window's bounds for each row
+    take some, too."""
     most = min(64, 4096 // head_dim)
     return most * 3 // 4 if windowed and head_dim <= 128 else most
 
@@ -76,11 +80,13 @@ class Shape(wgmma_fold.Shape):
 
     @property
     def query_orders(self) -> tuple[bool, ...]:
-        """The orders in which queries lie in shared memory: whether for codes (`packed_operands.interleaved`), or for numbers."""
+        """The orders in which queries lie in shared memory: whether for codes (`packed_operands.interleaved`), or for
+        numbers."""
         return (False, True) if self.k_codes and self.opened else (self.k_codes is not None,)
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: queries; the rings of the warps, which hold their results in the end; their maxima and sums."""
+        """Words of shared memory: queries; the rings of the warps, which hold their results in the end; their maxima
+        and sums."""
         results = self.warps * self.rows * _stride(self)
         ring = self.warps * (self.stages * sum(self.slot_words) + self.open_words)
         queries = len(self.query_orders) * self.rows * self.head_dim // 2
@@ -114,10 +120,11 @@ def _stride(s: Shape) -> int:
 
 
 def load_queries(s: Shape, row: Scalar, head: Scalar, q_ref, q_s) -> None:
-    """By all threads of a CTA: the T*G query rows of `[B, T, H, D]` as operands of `mma`. Rows past them repeat the last.
+    """By all threads of a CTA: the T*G query rows of `[B, T, H, D]` as operands of `mma`. Rows past them repeat the
+    last.
 
-    For numbers, word w of lane (column g, t) of chunk j holds elements 32j + 8w + 2t, + 1 of column g. For codes, words 2h and 2h + 1 hold
-    elements e, e + 2 and e + 1, e + 3, where e is 32j + 16h + 4t.
+    For numbers, word w of lane (column g, t) of chunk j holds elements 32j + 8w + 2t, + 1 of column g. For codes, words
+    2h and 2h + 1 hold elements e, e + 2 and e + 1, e + 3, where e is 32j + 16h + 4t.
     """
     for n, for_codes in enumerate(s.query_orders):
         store_queries(s, row, head, q_ref, q_s, n * s.rows * s.head_dim // 2, for_codes)
@@ -141,8 +148,9 @@ def store_queries(s: Shape, row: Scalar, head: Scalar, q_ref, q_s, first: int, f
 
 @dataclasses.dataclass
 class Folded:
-    """What a warp has found, in each lane (g, t): of query rows 2t and 2t + 1 of each column tile the maximum (log2 units) and this lane's
-    part of the sum, and of these rows' outputs columns g, g + 8 of every 16: (2t, g), (2t + 1, g), (2t, g + 8), (2t + 1, g + 8)."""
+    """What a warp has found, in each lane (g, t): of query rows 2t and 2t + 1 of each column tile the maximum (log2
+    units) and this lane's part of the sum, and of these rows' outputs columns g, g + 8 of every 16: (2t, g), (2t + 1,
+    g), (2t, g + 8), (2t + 1, g + 8)."""
 
     m: list[list[Scalar]]
     total: list[list[Scalar]]
@@ -190,14 +198,15 @@ def fold(
     first_from: Callable | None = None,
     before: Folded | None = None,
 ) -> Folded:
-    """By each warp: fold key tiles 0 to `key_tiles` - 1 of its own, in order; then those of its queries' own pages that are open.
+    """By each warp: fold key tiles 0 to `key_tiles` - 1 of its own, in order; then those of its queries' own pages that
+    are open.
 
-    scratch: `Shape.scratch_words`. place: a key tile -> its page, its first token there, the position of its first key, and how many of its
-    keys are written (0 or less: none). It may be called with key tiles past the last. queries: makes the queries available to the CTA; all
-    its warps call it once, after their first copies have started. report: called with a key tile and, per column tile, the LSE (log2 units)
-    of its keys for the two query rows of the lane, the same in all g; of a key tile of an open page a second time, which counts.
-    first_from: a position -> the first key tile with keys from there on; None: they are in any order. before: what this warp has folded
-    before.
+    scratch: `Shape.scratch_words`. place: a key tile -> its page, its first token there, the position of its first key,
+    and how many of its keys are written (0 or less: none). It may be called with key tiles past the last. queries:
+    makes the queries available to the CTA; all its warps call it once, after their first copies have started. report:
+    called with a key tile and, per column tile, the LSE (log2 units) of its keys for the two query rows of the lane,
+    the same in all g; of a key tile of an open page a second time, which counts. first_from: a position -> the first
+    key tile with keys from there on; None: they are in any order. before: what this warp has folded before.
     """
     ring_s = scratch["ring_s"]
     own = _own_start(s, length - 1)
@@ -243,8 +252,8 @@ def fold(
 
 
 def copy_side(s: Shape, ring_s, at: Scalar, side, place, head: Scalar) -> None:
-    """By one warp: start copying the keys, or the values, of a key tile to word `at`. side: numbers or codes, their scales, their `Codes`;
-    of numbers the last two are None. place: page, token there, how many tokens are written."""
+    """By one warp: start copying the keys, or the values, of a key tile to word `at`. side: numbers or codes, their
+    scales, their `Codes`; of numbers the last two are None. place: page, token there, how many tokens are written."""
     ref, scales, codes = side
     if codes is None:
         _copy_numbers(s, ring_s, at, ref, *place, head)
@@ -253,7 +262,8 @@ def copy_side(s: Shape, ring_s, at: Scalar, side, place, head: Scalar) -> None:
 
 
 def _copy_numbers(s: Shape, ring_s, at: Scalar, ref, block: Scalar, token: Scalar, written: Scalar, head: Scalar) -> None:
-    """By one warp: start copying 16 tokens of a page, or of a row of open pages, to word `at`; zeros past the written ones."""
+    """By one warp: start copying 16 tokens of a page, or of a row of open pages, to word `at`; zeros past the written
+    ones."""
     row_bytes = 2 * s.head_dim
     start, block_bytes = (head * s.page_size + token) * row_bytes, s.num_kv_heads * s.page_size * row_bytes
     lane_copies.copy_tile_async(ring_s, at, ref, start, rows=KEYS, row_bytes=row_bytes, count=written, block=block, block_bytes=block_bytes)
@@ -333,7 +343,8 @@ def _fold_key_tile(
 
 
 def logits(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes | None) -> list[list[Scalar]]:
-    """Of the keys of a key tile at word `slot`. Per column tile, unscaled: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1."""
+    """Of the keys of a key tile at word `slot`. Per column tile, unscaled: keys g, g, g + 8, g + 8 by query rows 2t, 2t
+    + 1, 2t, 2t + 1."""
     lane = lanes.lane()
     sums = [[lanes.f32(0.0)] * 4 for _ in range(s.column_tiles)]
     if codes is not None:
@@ -376,8 +387,8 @@ def _logits_of_codes(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes) -> list[
 
 
 def _seen(s: Shape, tile: int, start: Scalar, written: Scalar, length: Scalar, own: bool | None = None) -> list[Scalar]:
-    """Which of the four logits count, in the order of `logits`. own: only those in the query's own page, or only those before it; with one
-    query, none of a key tile before its page lies there, nor the other way round."""
+    """Which of the four logits count, in the order of `logits`. own: only those in the query's own page, or only those
+    before it; with one query, none of a key tile before its page lies there, nor the other way round."""
     lane = lanes.lane()
     found = []
     for i in range(4):
@@ -414,7 +425,8 @@ def _lse(x: Sequence[Scalar]) -> list[Scalar]:
 
 
 def _rescale(s: Shape, folded: Folded, tile: int, x: Sequence[Scalar]) -> list[Scalar]:
-    """Raise the maxima to these logits, scale what was found before, add to the sums. Returns the weights, in the order of `logits`."""
+    """Raise the maxima to these logits, scale what was found before, add to the sums. Returns the weights, in the order
+    of `logits`."""
     weights = [lanes.f32(0.0)] * 4
     alphas = []
     for j in range(2):
@@ -492,7 +504,8 @@ def share_totals(s: Shape, folded: Folded, scratch) -> None:
 
 
 def merged(s: Shape, r: Scalar, column: Scalar, scratch) -> tuple[Scalar, Scalar, list[Scalar]]:
-    """Maximum (log2 units) and sum of query row `r`, and columns `column`, `column` + 1 of its output, not divided by the sum."""
+    """Maximum (log2 units) and sum of query row `r`, and columns `column`, `column` + 1 of its output, not divided by
+    the sum."""
     m, weights, total = merged_total(s, r, scratch)
     low, high = lanes.f32(0.0), lanes.f32(0.0)
     for w, weight in enumerate(weights):

@@ -1,9 +1,10 @@
 """Logits of keys that an index holds in few bits (`page_index.codes`), by the threads of `hopper.threads.lanes`.
 
-A key is low + step * code in each channel, so its logit is q . low + (q * step) . code. Codes are whole numbers below 16. Those of 16 keys
-are the rows of `mma.m16n8k32`, made in registers from the bytes of the index, 8 codes by three instructions. The other operand is q * step
-in whole numbers of 16 bits, of which the largest of a query row has the largest. Their high and low bytes are multiplied apart, and these
-sums are exact. q . low is summed in float32, once for all keys of a block.
+A key is low + step * code in each channel, so its logit is q . low + (q * step) . code. Codes are whole numbers below
+16. Those of 16 keys are the rows of `mma.m16n8k32`, made in registers from the bytes of the index, 8 codes by three
+  instructions. The other operand is q * step
+in whole numbers of 16 bits, of which the largest of a query row has the largest. Their high and low bytes are
+multiplied apart, and these sums are exact. q . low is summed in float32, once for all keys of a block.
 
 Source of the logits' use: a shortlist chosen by low-bit keys, Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458).
 """
@@ -37,7 +38,8 @@ def unsupported(kind: str, head_dim: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class CodedKeys:
-    """A key tile of one warp: up to 32 keys of a block. In shared memory their codes, 16-byte pieces swizzled, then the block's levels."""
+    """A key tile of one warp: up to 32 keys of a block. In shared memory their codes, 16-byte pieces swizzled, then the
+    block's levels."""
 
     kind: str
     block_size: int
@@ -74,8 +76,8 @@ class CodedKeys:
         return self.code_words + self.head_dim
 
     def copy(self, ring_s, at: Scalar, ref, place: Scalar, key_tile: Scalar, levels: Scalar | bool = True) -> None:
-        """By one warp: start copying a key tile of a block to word `at`. place: number of the block in the index `[N, K, nb, R, W]`; zeros
-        where it is -1. levels: whether the block's levels come, too."""
+        """By one warp: start copying a key tile of a block to word `at`. place: number of the block in the index `[N,
+        K, nb, R, W]`; zeros where it is -1. levels: whether the block's levels come, too."""
         rows, row_bytes = index_shape(self.kind, self.block_size, self.head_dim)
         block_bytes, there, place = rows * row_bytes, place >= 0, lanes.maximum(place, 0)
 
@@ -88,11 +90,12 @@ class CodedKeys:
         lane_copies.copy_bytes_async(ring_s, at + self.code_words, ref, start, size, block=place, block_bytes=block_bytes, there=there)
 
     def scaled(self, ring_s, at: Scalar, query_words, dtype: str, factor: float = 1.0) -> list[Scalar]:
-        """What all keys of a block share: per 16 channels the high and the low bytes of q * step; then of the query rows 2t and 2t + 1 what
-        these whole numbers count, and q . low, both times `factor`. `at` is a key tile whose levels came.
+        """What all keys of a block share: per 16 channels the high and the low bytes of q * step; then of the query
+        rows 2t and 2t + 1 what these whole numbers count, and q . low, both times `factor`. `at` is a key tile whose
+        levels came.
 
-        query_words: a block of 16 channels -> two words of 16-bit numbers of the lane's query g: channels e, e + 2 and e + 1, e + 3, where
-        e is 16 * block + 4t. dtype: of these numbers.
+        query_words: a block of 16 channels -> two words of 16-bit numbers of the lane's query g: channels e, e + 2 and
+        e + 1, e + 3, where e is 16 * block + 4t. dtype: of these numbers.
         """
         base, products = lanes.f32(0.0), []
         for block in range(self.head_dim // 16):
@@ -115,8 +118,8 @@ class CodedKeys:
         return [lanes.i32(0)] * (self.head_dim // 8) + [lanes.f32(0.0)] * 4
 
     def logits(self, ring_s, at: Scalar, scaled: list[Scalar]) -> list[list[Scalar]]:
-        """Logits of a key tile at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
-        scaled: of its block."""
+        """Logits of a key tile at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1
+        of a tile. scaled: of its block."""
         *words, unit, next_unit, base, next_base = scaled
         sums = [[[lanes.i32(0)] * 4 for _ in range(2)] for _ in range(self.keys // 16)]
         for blocks, tiles in self._operands(ring_s, at):
@@ -156,7 +159,8 @@ class CodedKeys:
 
 
 def _bytes_of(numbers: list[Scalar]) -> list[Scalar]:
-    """Of channels e, e + 2, e + 1, e + 3, whole numbers in 16 bits: the high bytes of the channels in order, and the low bytes."""
+    """Of channels e, e + 2, e + 1, e + 3, whole numbers in 16 bits: the high bytes of the channels in order, and the
+    low bytes."""
     a, c, b, d = numbers
     first, second = lane_pairs.permuted(a, b, 0x5140), lane_pairs.permuted(c, d, 0x5140)
     return [lane_pairs.permuted(first, second, order) for order in (0x7632, 0x5410)]

@@ -1,9 +1,10 @@
-"""Packed pages for the threads of `hopper.threads.lanes`: codes of 16 tokens in shared memory become operands of `mma`, and scales are
-read.
+"""Packed pages for the threads of `hopper.threads.lanes`: codes of 16 tokens in shared memory become operands of `mma`,
+and scales are read.
 
-Codes are never written back as numbers. `ldmatrix` gives each lane words of four bytes: of keys, four channels of a token; of values
-(turned round), two channels of two tokens. Either way bytes 0 and 2 of a word make one pair of bfloat16 of an operand, bytes 1 and 3
-another. That is exact. Scales of tokens multiply logits and weights; scales of channels multiply the queries, or sums of weighted values.
+Codes are never written back as numbers. `ldmatrix` gives each lane words of four bytes: of keys, four channels of a
+token; of values (turned round), two channels of two tokens. Either way bytes 0 and 2 of a word make one pair of
+bfloat16 of an operand, bytes 1 and 3 another. That is exact. Scales of tokens multiply logits and weights; scales of
+channels multiply the queries, or sums of weighted values.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def unsupported(name: str, format: PageFormat) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """The packed keys or values of a key tile: 16 rows of codes, 16-byte pieces swizzled, then their scales as in global memory."""
+    """The packed keys or values of a key tile: 16 rows of codes, 16-byte pieces swizzled, then their scales as in
+    global memory."""
 
     format: PageFormat
     head_dim: int
@@ -73,7 +75,8 @@ class Codes:
         return self.code_words + (self.head_dim if self.per_channel else KEYS * self.groups) // 2
 
     def blocks(self, piece: int) -> tuple[int, ...]:
-        """The blocks of 16 channels that a piece of 16 bytes holds: one, or of 4-bit codes those of the low and of the high bits."""
+        """The blocks of 16 channels that a piece of 16 bytes holds: one, or of 4-bit codes those of the low and of the
+        high bits."""
         if self.format.codes == "int4":
             return piece, piece + self.head_dim // 32
         return (2 * piece, 2 * piece + 1) if self.format.codes == "q4_0" else (piece,)
@@ -84,8 +87,9 @@ class Codes:
         return 16 * block // size
 
     def copy(self, ring_s, at: Scalar, refs, place, head: Scalar, *, num_kv_heads: int, page_size: int) -> None:
-        """By one warp: start copying a key tile to word `at`. refs: codes, scales or None. place: page, token there, how many tokens are
-        written. What is not written is zero in the end, but for scales of tokens behind a written one, which may be anything."""
+        """By one warp: start copying a key tile to word `at`. refs: codes, scales or None. place: page, token there,
+        how many tokens are written. What is not written is zero in the end, but for scales of tokens behind a written
+        one, which may be anything."""
         page, token, written = place
         rows, of_row = num_kv_heads * page_size, self.row_bytes
 
@@ -133,7 +137,8 @@ class Codes:
         return self._pair(word)
 
     def key_operands(self, ring_s, at: Scalar):
-        """(block, operand) for each block of 16 channels: keys are the rows; columns are channels in the order of `interleaved`."""
+        """(block, operand) for each block of 16 channels: keys are the rows; columns are channels in the order of
+        `interleaved`."""
         lane = lanes.lane()
         for first in range(0, self.row_bytes // 16, 2):
             words = lane_pairs.load_matrices(ring_s, at + lane_copies.swizzled(lane & 15, (lane >> 4) + first, self.row_bytes))
@@ -143,7 +148,8 @@ class Codes:
                     yield block, [a, c, b, d]
 
     def value_operands(self, ring_s, at: Scalar):
-        """(block, operand) for each block of 16 channels: row g is channel 2g of the block, row g + 8 channel 2g + 1; columns are keys."""
+        """(block, operand) for each block of 16 channels: row g is channel 2g of the block, row g + 8 channel 2g + 1;
+        columns are keys."""
         lane = lanes.lane()
         key, odd = (lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1
         for first in range(0, self.row_bytes // 16, 2):
@@ -155,8 +161,8 @@ class Codes:
 
 
 def numbers(format: PageFormat, word: Scalar) -> list[tuple[Scalar, Scalar]]:
-    """The codes in a word as pairs of bfloat16: those of bytes 0 and 2, and of bytes 1 and 3. Of 4-bit codes, first the low ones, then the
-    high ones."""
+    """The codes in a word as pairs of bfloat16: those of bytes 0 and 2, and of bytes 1 and 3. Of 4-bit codes, first the
+    low ones, then the high ones."""
     if format.codes == "fp8_e4m3" and format.scale is None:  # else the scale of a NaN is NaN
         return [lane_pairs.of_e4m3(word)]
     pairs = lane_codes.numbers(word, {"q8_0": "int8", "q4_0": "int4"}.get(format.codes, format.codes), NUMBERS)
@@ -164,7 +170,8 @@ def numbers(format: PageFormat, word: Scalar) -> list[tuple[Scalar, Scalar]]:
 
 
 def interleaved(first: Scalar, second: Scalar) -> tuple[Scalar, Scalar]:
-    """Of the pairs (a, b), (c, d): (a, c), (b, d). Of channels 4t to 4t + 3, these are the pairs of `Codes.key_operands`."""
+    """Of the pairs (a, b), (c, d): (a, c), (b, d). Of channels 4t to 4t + 3, these are the pairs of
+    `Codes.key_operands`."""
     return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
 
 

@@ -1,7 +1,8 @@
-"""Partial attentions of the spans of a (row, KV head) through global memory: what a span writes, and the launch that merges spans in order.
+"""Partial attentions of the spans of a (row, KV head) through global memory: what a span writes, and the launch that
+merges spans in order.
 
-A span writes its normalised output and LSE, float32, only for the T*G valid rows. With one span, that is the result. Of a span whose LSE
-is -inf the output is not read, except that of the first span, which must be finite.
+A span writes its normalised output and LSE, float32, only for the T*G valid rows. With one span, that is the result. Of
+a span whose LSE is -inf the output is not read, except that of the first span, which must be finite.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
 
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
-    """What the spans write: `[B, K, splits, T*G, D]` and `[B, K, splits, T*G]`, or with one span out `[B, T, H, D]` and lse `[B, T, H]`."""
+    """What the spans write: `[B, K, splits, T*G, D]` and `[B, K, splits, T*G]`, or with one span out `[B, T, H, D]` and
+    lse `[B, T, H]`."""
     if s.splits == 1:
         final = (s.batch, s.num_queries, s.num_heads)
         return [jax.ShapeDtypeStruct((*final, s.head_dim), s.dtype), jax.ShapeDtypeStruct(final, jnp.float32)]
@@ -64,8 +66,9 @@ def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
 
 
 def merge(s: Shape, out, lse):
-    """Merge the parts of all spans: out `[B, T, H, D]` in the storage type, lse `[B, T, H]`. A CTA per query row; the formula is that of
-    `pallas_kernels.core.merge`. Parts whose LSE is -inf need not have been written, except the first."""
+    """Merge the parts of all spans: out `[B, T, H, D]` in the storage type, lse `[B, T, H]`. A CTA per query row; the
+    formula is that of `pallas_kernels.core.merge`. Parts whose LSE is -inf need not have been written, except the
+    first."""
     quads, rows = s.head_dim // 4, s.num_queries * s.group
     strands = THREADS // quads
 

@@ -1,8 +1,9 @@
-"""Folding tiles of listed keys into an online softmax, by one warpgroup: the stage that all decode kernels for Mosaic GPU share.
+"""Folding tiles of listed keys into an online softmax, by one warpgroup: the stage that all decode kernels for Mosaic
+GPU share.
 
-TMA copies a tile's K and V into a ring in shared memory. Two `wgmma` and an online softmax fold it in. The T*G query rows of a KV head are
-the left operand, padded to 64 rows. The padding costs only matrix work, and memory bandwidth is the limit. Rows do not mix, so the content
-of padding rows does not matter.
+TMA copies a tile's K and V into a ring in shared memory. Two `wgmma` and an online softmax fold it in. The T*G query
+rows of a KV head are the left operand, padded to 64 rows. The padding costs only matrix work, and memory bandwidth is
+the limit. Rows do not mix, so the content of padding rows does not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ ROWS = 64
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
-"""Start of the running maximum: below every logit, and finite, so that a tile without visible keys folds in as zeros."""
+"""Start of the running maximum: below every logit, and finite, so that a tile without visible keys folds in as
+zeros."""
 
 LAYOUT = plgpu.Layout.WGMMA
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -34,8 +36,8 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 class Shape:
     """Everything that a kernel's code depends on: sizes, and which keys a query sees.
 
-    width: entries of a list, None for dense. tile: keys folded in at once, 64 or 128. stages: tiles in flight per warpgroup. warpgroups: of
-    a CTA. splits: CTAs that share the work of a (row, KV head).
+    width: entries of a list, None for dense. tile: keys folded in at once, 64 or 128. stages: tiles in flight per
+    warpgroup. warpgroups: of a CTA. splits: CTAs that share the work of a (row, KV head).
     """
 
     batch: int
@@ -92,7 +94,8 @@ class Shape:
 
 
 def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
-    """By all threads of a CTA: copy the T*G query rows of a (row, KV head) of `[B, T, H, D]` to shared memory, swizzled for `wgmma`."""
+    """By all threads of a CTA: copy the T*G query rows of a (row, KV head) of `[B, T, H, D]` to shared memory, swizzled
+    for `wgmma`."""
     scalar, ref = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, ref, plgpu.RefType(SWIZZLED)))
@@ -113,7 +116,8 @@ def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
 
 
 def _swizzled(s: Shape, row, chunk):
-    """Offset of 16 bytes of a row in a tile of `SWIZZLED`, in units of 16 bytes: 8 rows of 128 bytes each, chunks permuted by row."""
+    """Offset of 16 bytes of a row in a tile of `SWIZZLED`, in units of 16 bytes: 8 rows of 128 bytes each, chunks
+    permuted by row."""
     return ((row // 8) * (s.head_dim // 64) + chunk // 8) * 64 + (row % 8) * 8 + ((chunk % 8) ^ (row % 8))
 
 
@@ -140,10 +144,11 @@ def number_of_tiles(s: Shape, length):
 
 
 def places(s: Shape, block_of, page_of, length, tile):
-    """Where the pieces of a tile lie: of each its page, its first token there, the position of its first key, and how many keys are
-    written.
+    """Where the pieces of a tile lie: of each its page, its first token there, the position of its first key, and how
+    many keys are written.
 
-    block_of: entry of the list -> block; None for dense. page_of: entry (None for dense), first token -> page, -1 where there is none.
+    block_of: entry of the list -> block; None for dense. page_of: entry (None for dense), first token -> page, -1 where
+    there is none.
     """
     found = []
     for p in range(s.pieces):
@@ -165,8 +170,8 @@ def places(s: Shape, block_of, page_of, length, tile):
 def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place, queries, report=None):
     """Fold `count` tiles from `first` on, in order, into (acc [64, D], m [64] in log2 units, total [64]), all float32.
 
-    pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: makes the queries available; called once the copies of the
-    first tiles have started. report: called with a tile and, per piece, the LSE of its keys.
+    pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: makes the queries available; called once
+    the copies of the first tiles have started. report: called with a tile and, per piece, the LSE of its keys.
     """
     q_s = scratch["q_s"]
     kv_s, bars = scratch["kv_s"], (scratch["k_bar"], scratch["v_bar"])

@@ -1,12 +1,13 @@
-"""Packed pages for the prefill kernels of `hopper.prefill.prefill_fold`: the third warpgroup unpacks tiles into the ring instead of copying
-them.
+"""Packed pages for the prefill kernels of `hopper.prefill.prefill_fold`: the third warpgroup unpacks tiles into the
+ring instead of copying them.
 
-It holds the codes and scales of half a tile of keys and half a tile of values on their way (`unpack`), makes bfloat16 numbers of
-those that have arrived, each product with its scale rounded once, and stores them where `wgmma` reads them. So the folding warpgroups do
-what they do over bfloat16 pages, and no number is unpacked twice for the 128 query rows of a CTA.
+It holds the codes and scales of half a tile of keys and half a tile of values on their way (`unpack`), makes bfloat16
+numbers of those that have arrived, each product with its scale rounded once, and stores them where `wgmma` reads them.
+So the folding warpgroups do what they do over bfloat16 pages, and no number is unpacked twice for the 128 query rows of
+a CTA.
 
-Each query reads its own page open and every earlier page as packed. A walk has the tiles that are read as packed first, then those of the
-open pages of its queries, which TMA copies.
+Each query reads its own page open and every earlier page as packed. A walk has the tiles that are read as packed first,
+then those of the open pages of its queries, which TMA copies.
 
 Memory traffic: codes and scales once per 128 query rows and head, from L2 where neighbours share them; open pages once.
 """
@@ -70,7 +71,8 @@ def unsupported(q, pages: Pages, sm_scale: float) -> str | None:
 
 
 def unsupported_window(pages: Pages, window: tuple[int, int] | None) -> str | None:
-    """Why an op that reads only a part of the keys cannot read these pages. Beside open ones, a query has to read its whole own page."""
+    """Why an op that reads only a part of the keys cannot read these pages. Beside open ones, a query has to read its
+    whole own page."""
     if pages.open is not None and (window is None or window[1] < pages.page_size):
         return f"beside open pages its window must reach over a page of {pages.page_size} tokens, got window {window}"
     return None
@@ -111,9 +113,10 @@ def own_start(s: Shape, position):
 
 
 def own_tiles(s: Shape, first, start, length):
-    """Of a tile of queries from position `first` on, of a chunk that starts at `start`: the position before which it reads pages as packed,
-    the position from which it reads open pages, and how many tiles of these it needs; 0 where no query is one of the sequence. Tiles begin
-    at multiples of their size, so that a page is cut into tiles in one way whichever queries read it."""
+    """Of a tile of queries from position `first` on, of a chunk that starts at `start`: the position before which it
+    reads pages as packed, the position from which it reads open pages, and how many tiles of these it needs; 0 where no
+    query is one of the sequence. Tiles begin at multiples of their size, so that a page is cut into tiles in one way
+    whichever queries read it."""
     of_tile, of_chunk = first + (prefill_fold.TILE_ROWS - 1) * s.row_stride, start + (s.num_rows - 1) * s.row_stride
     written = first + lax.div(jnp.maximum(length - 1 - first, 0), jnp.int32(s.row_stride)) * s.row_stride
     last = jnp.minimum(jnp.minimum(of_tile, of_chunk), written)
@@ -124,8 +127,8 @@ def own_tiles(s: Shape, first, start, length):
 
 
 def own_masks(s: Shape, packed: tuple[Any, Any], unmasked: Callable | None = None, seen: Callable | None = None) -> dict[str, Callable]:
-    """`unmasked` and `seen` of a walk with `packed`, where each query reads its own page in the steps after these, and earlier pages in
-    them. Queries past the end of the sequence, whose pages nobody brings, read as the last one."""
+    """`unmasked` and `seen` of a walk with `packed`, where each query reads its own page in the steps after these, and
+    earlier pages in them. Queries past the end of the sequence, whose pages nobody brings, read as the last one."""
     packed_steps, packed_end = packed
 
     def own(position):
@@ -146,7 +149,8 @@ def own_masks(s: Shape, packed: tuple[Any, Any], unmasked: Callable | None = Non
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Keys or values, where they go, and how their codes are unpacked; halves None: they are numbers, which TMA copies."""
+    """Keys or values, where they go, and how their codes are unpacked; halves None: they are numbers, which TMA
+    copies."""
 
     side: Side
     halves: HalfTile | None
@@ -170,7 +174,8 @@ class _Source:
 
 
 def _fetch(halves, s: Shape, walk: Walk, pools: Pools, head, scratch) -> None:
-    """By the third warpgroup: bring every tile of the walk into the ring, as soon as a slot is free; like `prefill_fold.fetch`."""
+    """By the third warpgroup: bring every tile of the walk into the ring, as soon as a slot is free; like
+    `prefill_fold.fetch`."""
     keys, values = (
         _Source(side, of_side, *(scratch[f"{name}_{part}"] for part in ("s", "bar", "free")))
         for name, side, of_side in zip("kv", (pools.keys, pools.values), halves, strict=True)
@@ -216,8 +221,8 @@ def _fetch(halves, s: Shape, walk: Walk, pools: Pools, head, scratch) -> None:
 
 
 def fetch_open(s: Shape, walk: Walk, opened, head, scratch) -> None:
-    """By the third warpgroup: bring the tiles of a walk that are read from open pages, after those that are read as packed. opened: keys,
-    values, and the row of each page."""
+    """By the third warpgroup: bring the tiles of a walk that are read from open pages, after those that are read as
+    packed. opened: keys, values, and the row of each page."""
     keys, values, row_of_ref = opened
 
     def row_of(position):

@@ -1,16 +1,17 @@
 """Tiles of queries over tiles of paged keys, for Mosaic GPU (Hopper): the stage that all prefill kernels share.
 
-A CTA has two folding warpgroups with 64 query rows each. A third warpgroup copies keys and values by TMA, straight from their pages, into a
-ring in shared memory. Per tile of keys, each folding warpgroup multiplies q.k, folds it into an online softmax in registers (base 2), and
-multiplies p.v. By a barrier the two take turns (ping-pong scheduling), so that the softmax of one runs during the matrix work of the other
-(FlashAttention-3, arXiv 2407.08608). The op decides which keys a tile of queries meets, and in which order: a `Walk`.
+A CTA has two folding warpgroups with 64 query rows each. A third warpgroup copies keys and values by TMA, straight from
+their pages, into a ring in shared memory. Per tile of keys, each folding warpgroup multiplies q.k, folds it into an
+online softmax in registers (base 2), and multiplies p.v. By a barrier the two take turns (ping-pong scheduling), so
+that the softmax of one runs during the matrix work of the other (FlashAttention-3, arXiv 2407.08608). The op decides
+which keys a tile of queries meets, and in which order: a `Walk`.
 
-Tiles are folded in the order of the walk. A tile that a row may not see leaves that row's bits unchanged. So a row's bits depend only on
-its own keys and their order, not on the other rows of its tile.
+Tiles are folded in the order of the walk. A tile that a row may not see leaves that row's bits unchanged. So a row's
+bits depend only on its own keys and their order, not on the other rows of its tile.
 
-Few tiles of queries leave multiprocessors idle. Then the keys of each are split: of `splits` CTAs, number i folds tiles i, i + splits,
-i + 2 * splits, ... of the walk, and `hopper.decode.split_merge` merges the parts in order. A part holds the same keys however many follow
-them.
+Few tiles of queries leave multiprocessors idle. Then the keys of each are split: of `splits` CTAs, number i folds tiles
+i, i + splits, i + 2 * splits, ... of the walk, and `hopper.decode.split_merge` merges the parts in order. A part holds
+the same keys however many follow them.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ PART_TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 class Shape:
     """Everything that the shared stage's code depends on.
 
-    num_rows: query rows per sequence. row_stride: tokens between two of them. piece: consecutive tokens of a page in one copy, divides
-    tile. tile: keys folded in at once. stages: tiles in flight. splits: CTAs that share the keys of a tile of queries.
+    num_rows: query rows per sequence. row_stride: tokens between two of them. piece: consecutive tokens of a page in
+    one copy, divides tile. tile: keys folded in at once. stages: tiles in flight. splits: CTAs that share the keys of a
+    tile of queries.
     """
 
     batch: int
@@ -77,7 +79,8 @@ class Shape:
 
     @property
     def ping_pong(self) -> bool:
-        """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than the matrix work."""
+        """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than the
+        matrix work."""
         return self.head_dim > 64
 
     @property
@@ -123,7 +126,8 @@ def unsupported(q, k, sm_scale: float) -> str | None:
 
 
 def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | None = None) -> Shape:
-    """The shape for query rows `[B, R, H, D]` and a pool `[N, K, P, D]`. block_size: tokens that a walk lists together; None: any."""
+    """The shape for query rows `[B, R, H, D]` and a pool `[N, K, P, D]`. block_size: tokens that a walk lists together;
+    None: any."""
     batch, num_rows, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k.shape[1:3]
     tile = 128 if head_dim <= 128 else 64
@@ -143,12 +147,13 @@ def plain_ends(table, lengths, page_size: int):
 class Walk:
     """Which keys a tile of queries meets.
 
-    steps: tiles of keys, traced. starts: step -> position of the first key of each piece of a tile; negative: the piece has no keys.
-    page_of: position -> its page, -1 where there is none. plain_end: positions before it are written and have pages. length: tokens
-    written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each row sees all keys of the tile at or
-    before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
-    packed: over packed pages, how many tiles are read as packed, before those of open pages, and the position before which they have keys.
-    needed: first position of 64 query rows -> whether a row of them is needed; None: always. Rows that are not get zeros.
+    steps: tiles of keys, traced. starts: step -> position of the first key of each piece of a tile; negative: the piece
+    has no keys. page_of: position -> its page, -1 where there is none. plain_end: positions before it are written and
+    have pages. length: tokens written. unmasked: (step, starts, first position, last position) of 64 query rows ->
+    whether each row sees all keys of the tile at or before it. seen: (step, key positions, query positions), arrays ->
+    whether a query sees a key at or before it. Both None: all. packed: over packed pages, how many tiles are read as
+    packed, before those of open pages, and the position before which they have keys. needed: first position of 64 query
+    rows -> whether a row of them is needed; None: always. Rows that are not get zeros.
     """
 
     steps: Any
@@ -183,7 +188,8 @@ def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
 
 
 def places(s: Shape, walk: Walk, step):
-    """Of each piece of a tile: its page (-1: none), its first token there, and how many of its keys are written, if it has a page."""
+    """Of each piece of a tile: its page (-1: none), its first token there, and how many of its keys are written, if it
+    has a page."""
     found = []
     for start in walk.starts(step):
         there = (start >= 0) & (start < walk.length)
@@ -194,8 +200,8 @@ def places(s: Shape, walk: Walk, step):
 
 
 def copy(s: Shape, pool, head, target, bar, here) -> None:
-    """Start copying a tile, keys or values, from its `places`. A piece without a page is read from past the end of the pool, where TMA
-    returns zeros."""
+    """Start copying a tile, keys or values, from its `places`. A piece without a page is read from past the end of the
+    pool, where TMA returns zeros."""
     for p, (page, token, _) in enumerate(here):
         source = pool.at[jnp.where(page < 0, pool.shape[0], page), head, pl.ds(pl.multiple_of(token, s.piece), s.piece)]
         plgpu.copy_gmem_to_smem(source, target.at[pl.ds(p * s.piece, s.piece)], bar)
@@ -238,7 +244,8 @@ def copy_values(s: Shape, pool, head, slot, scratch, here) -> None:
 
 
 def fetch(s: Shape, walk: Walk, pools, head, scratch, begin=0) -> None:
-    """By the third warpgroup: copy every tile of the walk from `begin` on, K and V, into the ring, as soon as a slot is free.
+    """By the third warpgroup: copy every tile of the walk from `begin` on, K and V, into the ring, as soon as a slot is
+    free.
 
     Keys may be anything where they are masked.
     """
@@ -268,8 +275,8 @@ def drain(s: Shape, walk: Walk, scratch) -> None:
 
 
 def forget_unwritten(s: Shape, v_tile, here) -> None:
-    """Zero the unwritten values of a tile that has arrived. They may be NaN, and 0 * NaN is NaN. 64 x 64 at a time, because registers are
-    few."""
+    """Zero the unwritten values of a tile that has arrived. They may be NaN, and 0 * NaN is NaN. 64 x 64 at a time,
+    because registers are few."""
     for token, column in itertools.product(range(0, s.tile, 64), range(0, s.head_dim, 64)):
         corner = v_tile.at[pl.ds(token, 64), pl.ds(column, 64)]
         row = token + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=LAYOUT)
@@ -282,8 +289,9 @@ def forget_unwritten(s: Shape, v_tile, here) -> None:
 class Aside:
     """What an op does with a tile of keys besides folding it in.
 
-    weigh: used in place of `weigh_plainly`. beside: (step, report of `weigh`, state) -> state, called for every tile in order, while the
-    q.k of the next tile is multiplied; first with step -1 and `report`. report, state: initial values. finish: takes the last state.
+    weigh: used in place of `weigh_plainly`. beside: (step, report of `weigh`, state) -> state, called for every tile in
+    order, while the q.k of the next tile is multiplied; first with step -1 and `report`. report, state: initial values.
+    finish: takes the last state.
     """
 
     weigh: Callable
@@ -294,10 +302,11 @@ class Aside:
 
 
 def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = None, before=None):
-    """By a folding warpgroup: its 64 rows over every tile of the walk. Returns (acc [64, D], m [64] in log2 units, total [64]), all
-    float32.
+    """By a folding warpgroup: its 64 rows over every tile of the walk. Returns (acc [64, D], m [64] in log2 units,
+    total [64]), all float32.
 
-    first: position of its first row. The rows of `q_s` must have arrived. before: what it returned over the tiles before; None: no keys.
+    first: position of its first row. The rows of `q_s` must have arrived. before: what it returned over the tiles
+    before; None: no keys.
     """
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
@@ -370,7 +379,8 @@ def all_rows(value: float):
 def weigh_plainly(s: Shape, x, m):
     """A tile's weights from its logits (before scaling, -inf where masked) and the maximum so far, in log2 units.
 
-    Returns the new maximum, the sum of weights relative to it, the weights themselves in parts of consecutive keys, and a report.
+    Returns the new maximum, the sum of weights relative to it, the weights themselves in parts of consecutive keys, and
+    a report.
     """
     new_m = jnp.maximum(m, x.max(axis=1) * (s.sm_scale * LOG2E))
     p = jnp.exp2(x * (s.sm_scale * LOG2E) - lax.broadcast_in_dim(new_m, x.shape, [0]))
@@ -430,9 +440,11 @@ def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, l
 
 
 def store_part(s: Shape, folded, some, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref) -> None:
-    """By a folding warpgroup: write part `number` of its rows to `outputs` with splits, -inf where a row sees none of its keys.
+    """By a folding warpgroup: write part `number` of its rows to `outputs` with splits, -inf where a row sees none of
+    its keys.
 
-    some: whether the part has any keys. If not, only its LSE is written, but of part 0 the zeros, too, as `split_merge.merge` wants it.
+    some: whether the part has any keys. If not, only its LSE is written, but of part 0 the zeros, too, as
+    `split_merge.merge` wants it.
     """
     acc, m, total = folded
     part_s, lse_s = scratch["part_s"].at[warpgroup], scratch["lse_s"].at[warpgroup]
@@ -453,15 +465,17 @@ def store_part(s: Shape, folded, some, warpgroup, first_row, row, head, number, 
 
 
 def merge_parts(s: Shape, out, lse):
-    """The parts of all splits merged in order: out `[B, R padded to whole tiles, H, D]`, lse `[B, R padded to whole tiles, H]`."""
+    """The parts of all splits merged in order: out `[B, R padded to whole tiles, H, D]`, lse `[B, R padded to whole
+    tiles, H]`."""
     rows = s.query_tiles * TILE_ROWS
     sizes = (s.batch, rows, s.num_heads, s.num_heads, s.head_dim, s.page_size, s.page_size)
     return split_merge.merge(wgmma_fold.Shape(*sizes, None, None, s.sm_scale, s.dtype, s.tile, s.stages, 1, s.splits), out, lse)
 
 
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, because TMA needs the padding. With splits, their parts,
-    float32: `[B, H, splits, R padded to whole tiles, D]` and `[B, H, splits, R padded to whole tiles]`."""
+    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, because TMA needs the padding. With
+    splits, their parts, float32: `[B, H, splits, R padded to whole tiles, D]` and `[B, H, splits, R padded to whole
+    tiles]`."""
     if s.splits > 1:
         parts = (s.batch, s.num_heads, s.splits, s.query_tiles * TILE_ROWS)
         return [jax.ShapeDtypeStruct((*parts, s.head_dim), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)]
@@ -483,15 +497,15 @@ def cut(s: Shape, out, lse):
 
 @dataclasses.dataclass(frozen=True)
 class Fetcher:
-    """How tiles of keys and values come to the ring. registers: per thread of a folding and of the fetching warpgroup. bring: what the
-    fetching warpgroup does, of (`Shape`, `Walk`, pools, KV head, scratch), like `fetch`."""
+    """How tiles of keys and values come to the ring. registers: per thread of a folding and of the fetching warpgroup.
+    bring: what the fetching warpgroup does, of (`Shape`, `Walk`, pools, KV head, scratch), like `fetch`."""
 
     registers: tuple[int, int]
     bring: Callable
 
     def __post_init__(self):
-        """A CTA of 384 threads starts with 168 registers a thread, as 65536 / 384 is rounded down to a multiple of 8. Warpgroups that ask
-        for more than all of these together wait for ever."""
+        """A CTA of 384 threads starts with 168 registers a thread, as 65536 / 384 is rounded down to a multiple of 8.
+        Warpgroups that ask for more than all of these together wait for ever."""
         if FOLDERS * self.registers[0] + self.registers[1] > (FOLDERS + 1) * 168:
             raise ValueError(f"registers {self.registers}: {FOLDERS} x the first + the second must be at most {(FOLDERS + 1) * 168}")
 
@@ -502,9 +516,9 @@ PLAIN = Fetcher((232, 40), fetch)
 
 @dataclasses.dataclass(frozen=True)
 class Relay:
-    """A launch that folds on from what launches before left in memory. take: (references of the others, row of the batch, head, first of
-    64 query rows) -> what `fold` gave before. leave: (`Walk`, what `fold` gives, and the same) -> None, in place of `outputs`, for the next
-    launch; None: this is the last one."""
+    """A launch that folds on from what launches before left in memory. take: (references of the others, row of the
+    batch, head, first of 64 query rows) -> what `fold` gave before. leave: (`Walk`, what `fold` gives, and the same) ->
+    None, in place of `outputs`, for the next launch; None: this is the last one."""
 
     take: Callable
     leave: Callable | None
@@ -520,12 +534,13 @@ def launch(
     relay: Relay | None = None,
     interpret=None,
 ):
-    """A kernel that folds every tile of queries, as a function of (`padded` queries, pools, *others) -> (*`outputs`, *more_outputs).
-    With splits, a CTA folds a part of a walk, and `outputs` are for `merge_parts`.
+    """A kernel that folds every tile of queries, as a function of (`padded` queries, pools, *others) -> (*`outputs`,
+    *more_outputs). With splits, a CTA folds a part of a walk, and `outputs` are for `merge_parts`.
 
-    walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
-    row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
-    name: of the kernel, in profiles. pools: arrays, a pytree that the fetcher knows. relay: for a walk that several launches fold.
+    walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query).
+    aside_of: (`Walk`, row of the batch, head, first of 64 query rows, its position, references of more_outputs) ->
+    `Aside`. more_outputs: shapes and dtypes. name: of the kernel, in profiles. pools: arrays, a pytree that the fetcher
+    knows. relay: for a walk that several launches fold.
     """
 
     def run(q, pools, *others):
@@ -607,8 +622,8 @@ def ping_pong_barrier(s: Shape, scratch) -> tuple[Callable, Callable]:
 
 
 def idle_fold(s: Shape, steps, warpgroup, scratch) -> None:
-    """By a folding warpgroup of whose rows none is needed: wait and arrive as `fold` does over so many tiles of keys, without
-    which the other warpgroups would wait for ever."""
+    """By a folding warpgroup of whose rows none is needed: wait and arrive as `fold` does over so many tiles of keys,
+    without which the other warpgroups would wait for ever."""
     offer_turn, await_turn = ping_pong_barrier(s, scratch)
 
     def change_over():

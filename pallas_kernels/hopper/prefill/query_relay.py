@@ -1,7 +1,8 @@
-"""Several launches of `hopper.prefill.prefill_fold`, one after the other, that fold one walk: what is folded so far waits in memory, in
-float32.
+"""Several launches of `hopper.prefill.prefill_fold`, one after the other, that fold one walk: what is folded so far
+waits in memory, in float32.
 
-A thread reads what it wrote itself, so no barrier is needed. Nothing is rounded on the way. So a row has the bits that one launch gives.
+A thread reads what it wrote itself, so no barrier is needed. Nothing is rounded on the way. So a row has the bits that
+one launch gives.
 
 Memory traffic: H * T * (D + 2) float32, written by each launch but the last, and read by each but the first.
 """
@@ -21,15 +22,15 @@ from pallas_kernels.hopper.prefill.prefill_fold import ROWS, TILE_ROWS, Relay, S
 
 
 def nothing(s: Shape) -> list:
-    """References to the state of all rows before the first launch: sums `[B, H, R padded to whole tiles, D]`, and maxima and totals without
-    D. Rows that no launch folds keep these zeros, and give zeros."""
+    """References to the state of all rows before the first launch: sums `[B, H, R padded to whole tiles, D]`, and
+    maxima and totals without D. Rows that no launch folds keep these zeros, and give zeros."""
     rows = s.batch, s.num_heads, s.query_tiles * TILE_ROWS
     return [jax.new_ref(jnp.zeros(shape, jnp.float32)) for shape in ((*rows, s.head_dim), rows, rows)]
 
 
 def relay(s: Shape, begun: int, *, last: bool) -> Relay:
-    """The relay of a launch whose last operands are the references of `nothing`. begun: which operand holds a number, int32 `[1]`, that is
-    above 0 if a launch came before. last: whether none follows."""
+    """The relay of a launch whose last operands are the references of `nothing`. begun: which operand holds a number,
+    int32 `[1]`, that is above 0 if a launch came before. last: whether none follows."""
     return Relay(functools.partial(_take, s, begun), None if last else _leave)
 
 

@@ -1,9 +1,10 @@
-"""Codes of half a tile of keys or values, by a warpgroup of `hopper.threads.lanes`: to registers, then to shared memory as bfloat16
-numbers.
+"""Codes of half a tile of keys or values, by a warpgroup of `hopper.threads.lanes`: to registers, then to shared memory
+as bfloat16 numbers.
 
-A thread loads pieces of 16 bytes of codes, each with its scale, long before it needs them. Later it makes bfloat16 numbers of them, times
-their scales, rounded once as `page_format.unpack` does it, and stores them where `wgmma` reads them. The order of the threads lets 8 of
-them, which store 16 bytes each at once, meet all banks of shared memory, and a warp load whole rows.
+A thread loads pieces of 16 bytes of codes, each with its scale, long before it needs them. Later it makes bfloat16
+numbers of them, times their scales, rounded once as `page_format.unpack` does it, and stores them where `wgmma` reads
+them. The order of the threads lets 8 of them, which store 16 bytes each at once, meet all banks of shared memory, and a
+warp load whole rows.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ class HalfTile:
 
     @property
     def order(self) -> tuple[tuple[str, int], ...]:
-        """What each bit of a thread's number is a bit of: the number of a token, or of a piece. `wgmma` has bit n of a 16-byte place in a
-        row of 128 bytes exclusive-or'd with bit n of the token. So with these first three, 8 threads store to 8 places."""
+        """What each bit of a thread's number is a bit of: the number of a token, or of a piece. `wgmma` has bit n of a
+        16-byte place in a row of 128 bytes exclusive-or'd with bit n of the token. So with these first three, 8 threads
+        store to 8 places."""
         lowest = 2 if self.format.codes == "q4_0" else 1  # bits of a place in what one piece becomes
         of_pieces = self.pieces.bit_length() - 1
         near = [("piece", n - lowest) if 0 <= n - lowest < of_pieces else ("row", n) for n in range(3)]
@@ -118,8 +120,8 @@ class HalfTile:
         return found["row"], found["piece"]
 
     def load(self, refs, page: Scalar, head: Scalar, token: Scalar) -> list[Scalar]:
-        """This thread's codes and scales of the half tile from a token of a page on, `registers` words. refs: codes, and scales if there
-        are any. What was never written may be anything."""
+        """This thread's codes and scales of the half tile from a token of a page on, `registers` words. refs: codes,
+        and scales if there are any. What was never written may be anything."""
         codes, (row, piece) = self.of_codes, self.place()
         of_page, first = self.num_kv_heads * self.page_size, head * self.page_size + token + row
         ref = lanes.part(refs[0], first * self.row_bytes + piece * 16, page, of_page * self.row_bytes)
@@ -184,8 +186,8 @@ class HalfTile:
 
 
 def _of_q8_0(words: list[Scalar], scale: Scalar) -> list[Scalar]:
-    """Codes of 8 bits times a float16 scale as pairs. A code is put into the mantissa of 2^15 + 128, and taken out by a fused product, all
-    of which is exact in float32."""
+    """Codes of 8 bits times a float16 scale as pairs. A code is put into the mantissa of 2^15 + 128, and taken out by a
+    fused product, all of which is exact in float32."""
     scale = lane_pairs.unpack(scale, "float16")[0]
     less = scale * -(2.0**15 + 128)
     found = []

@@ -1,8 +1,9 @@
-"""Packed pages as pages of bfloat16 numbers, a span of positions at a time: a CTA unpacks a tile of keys and one of values of a KV head.
-And how the prefill kernels of `hopper.prefill.prefill_fold` read them: tiles that they read as packed come from these numbers by TMA.
+"""Packed pages as pages of bfloat16 numbers, a span of positions at a time: a CTA unpacks a tile of keys and one of
+values of a KV head. And how the prefill kernels of `hopper.prefill.prefill_fold` read them: tiles that they read as
+packed come from these numbers by TMA.
 
-The numbers are those that `hopper.prefill.packed_tiles` makes, by the same stages (`unpack`). Memory traffic: codes and scales of the span
-once, its numbers once.
+The numbers are those that `hopper.prefill.packed_tiles` makes, by the same stages (`unpack`). Memory traffic: codes and
+scales of the span once, its numbers once.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ def span_bytes(s: Shape, tokens: int) -> int:
 
 
 def span_of(s: Shape, width: int, most_bytes: int) -> int:
-    """Tokens of a span: as many whole pages and tiles as `most_bytes` of numbers hold, at least one, but not more than a table of `width`
-    pages."""
+    """Tokens of a span: as many whole pages and tiles as `most_bytes` of numbers hold, at least one, but not more than
+    a table of `width` pages."""
     return min(unit(s) * max(1, most_bytes // span_bytes(s, unit(s))), whole_span(s, width))
 
 
 def pools_of(s: Shape, pages: Pages, table, starts, lengths, first, span: int):
-    """What `fetcher` reads: the numbers of a span, the open pages, if there are any, and the first position of the span. They are the pages
-    of a chunk's sequences: first position of each row, and tokens written."""
+    """What `fetcher` reads: the numbers of a span, the open pages, if there are any, and the first position of the
+    span. They are the pages of a chunk's sequences: first position of each row, and tokens written."""
     opened = pages.open
-    # A tile of queries brings keys after the chunk, too, which no query sees: values among them must be numbers. Own pages are read open.
+    # A tile of queries brings keys after the chunk, too, which no query sees: values among them must be numbers. Own
+    # pages are read open.
     read = lengths if opened is None else packed_tiles.own_start(s, jnp.minimum(lengths, starts + s.num_rows) - 1)
     read = jnp.where(starts < lengths, read, 0)
     return widen(s, pages, table, first, read, span), None if opened is None else (opened.k, opened.v, opened.row_of), first
@@ -75,8 +77,9 @@ def _fetch(span: int, s: Shape, walk: prefill_fold.Walk, pools, head, scratch) -
 
 
 def widen(s: Shape, pages: Pages, table, first, stops, tokens: int, *, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """The pages of positions first, ..., first + tokens - 1 of every row of the batch, and before `stops`: keys and values
-    `[B * tokens / P, K, P, D]`, those of a row together, in order. Where the table has no page, and from `stops` on, they may be anything.
+    """The pages of positions first, ..., first + tokens - 1 of every row of the batch, and before `stops`: keys and
+    values `[B * tokens / P, K, P, D]`, those of a row together, in order. Where the table has no page, and from `stops`
+    on, they may be anything.
 
     first: int32 `[1]`. stops: int32 `[B]`. tokens: a multiple of `unit`.
     """

@@ -1,5 +1,5 @@
-"""Asynchronous copies that run ahead of their use, by the threads of `hopper.threads.lanes`: a software pipeline, swizzled rows, bulk
-copies."""
+"""Asynchronous copies that run ahead of their use, by the threads of `hopper.threads.lanes`: a software pipeline,
+swizzled rows, bulk copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def copy_async_16_bytes(
 ) -> None:
     """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`.
 
-    around: 128 or 256: the aligned bytes around them, so many, should come into the L2 cache together, as others are about to copy them.
+    around: 128 or 256: the aligned bytes around them, so many, should come into the L2 cache together, as others are
+    about to copy them.
     """
     target, source = lanes.address(shared, offset * 4), lanes.address(ref, offset_bytes, block, block_bytes)
     size = lanes.where(there, lanes.i32(16), 0)
@@ -28,7 +29,8 @@ def commit_copies() -> None:
 
 
 def wait_for_copies(groups: int) -> None:
-    """Wait until at most the last `groups` groups of each lane of the warp are in flight. Then the whole warp may read the older ones."""
+    """Wait until at most the last `groups` groups of each lane of the warp are in flight. Then the whole warp may read
+    the older ones."""
     lanes.ptx(f"cp.async.wait_group {groups};")
     lanes.ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
@@ -46,10 +48,10 @@ def pipeline(
 ) -> list[Scalar]:
     """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
 
-    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one turn more, so that a turn
-    waits neither for the reads of `locate` nor for the copies. prepare: called before the first copies are started, while `locate` reads
-    their places. meanwhile: called after these copies are started; what it reads arrives after them. arrive: waits for the copies of turn
-    n, if they are bulk copies.
+    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one turn
+    more, so that a turn waits neither for the reads of `locate` nor for the copies. prepare: called before the first
+    copies are started, while `locate` reads their places. meanwhile: called after these copies are started; what it
+    reads arrives after them. arrive: waits for the copies of turn n, if they are bulk copies.
     """
     places = [locate(lanes.i32(n)) for n in range(depth + 1)]
     prepare()
@@ -84,10 +86,11 @@ def prefetch(ref, offset_bytes) -> None:
 
 
 def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None) -> None:
-    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces permuted by row.
+    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte
+    pieces permuted by row.
 
-    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether the row exists; else zeros).
-    `swizzled` says where pieces land. around: see `copy_async_16_bytes`.
+    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether the row
+    exists; else zeros). `swizzled` says where pieces land. around: see `copy_async_16_bytes`.
     """
     pieces = row_bytes // 16
     for first in range(0, rows * pieces, 32):
@@ -105,7 +108,8 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int,
 def copy_tile_async(
     shared, offset: Scalar, ref, start: Scalar, *, rows: int, row_bytes: int, count: Scalar, block: Scalar, block_bytes: int
 ) -> None:
-    """`copy_rows_async` of rows that follow each other in memory, from byte `start` of a block on: the first `count`, then zeros."""
+    """`copy_rows_async` of rows that follow each other in memory, from byte `start` of a block on: the first `count`,
+    then zeros."""
     source, pieces = lanes.part(ref, start + lanes.lane() * 16, block, block_bytes), row_bytes // 16
     for first in range(0, rows * pieces, 32):
         i = lanes.lane() + first
@@ -117,7 +121,8 @@ def copy_tile_async(
 
 
 def copy_bytes_async(shared, offset: Scalar, ref, start: Scalar, size: int, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
-    """Start copying `size` bytes of an array in global memory to word `offset` of shared memory, by one warp; zeros unless `there`."""
+    """Start copying `size` bytes of an array in global memory to word `offset` of shared memory, by one warp; zeros
+    unless `there`."""
     for first in range(0, size // 16, 32):
         piece = lanes.lane() + first
         with lanes.when(piece < size // 16) if first + 32 > size // 16 else contextlib.nullcontext():
@@ -125,7 +130,8 @@ def copy_bytes_async(shared, offset: Scalar, ref, start: Scalar, size: int, *, b
 
 
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
-    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks.
+    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different
+    banks.
 
     row_bytes: a power of two below 128, or a multiple of 128.
     """
@@ -134,8 +140,8 @@ def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
     return row * (row_bytes // 4) + (piece ^ turn) * 4
 
 
-# Bulk copies: one thread starts a copy, the copy engine does it, and an arrival in shared memory (an mbarrier, two words) signals its end.
-# If all threads copied 16 bytes each, slow memory would hold up the other work of their warps.
+# Bulk copies: one thread starts a copy, the copy engine does it, and an arrival in shared memory (an mbarrier, two
+# words) signals its end. If all threads copied 16 bytes each, slow memory would hold up the other work of their warps.
 
 ARRIVAL_WORDS = 2
 
@@ -150,7 +156,8 @@ def make_arrivals(arrivals, count: int, threads: int) -> None:
 
 
 def forget_arrivals(arrivals, count: int, threads: int) -> None:
-    """Invalidate them, each by the thread that will initialise it again; after a barrier of the CTA, with no copy in flight."""
+    """Invalidate them, each by the thread that will initialise it again; after a barrier of the CTA, with no copy in
+    flight."""
     for start in range(0, count, threads):
         with lanes.when(lanes.thread() + start < count):
             lanes.ptx("mbarrier.inval.shared::cta.b64 [$0];", _arrival(arrivals, lanes.thread() + start))
@@ -160,8 +167,8 @@ def forget_arrivals(arrivals, count: int, threads: int) -> None:
 def copy_bulk(
     shared, offset: Scalar, ref, offset_bytes: Scalar, size_bytes: Scalar, arrivals, number: Scalar, *, block, block_bytes
 ) -> None:
-    """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread. Arrival `number`
-    signals its end."""
+    """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one
+    thread. Arrival `number` signals its end."""
     arrival = _arrival(arrivals, number)
     _expect(arrival, size_bytes)
     _copy_bulk(lanes.address(shared, offset * 4), lanes.address(ref, offset_bytes, block, block_bytes), size_bytes, arrival)
@@ -170,8 +177,9 @@ def copy_bulk(
 def copy_rows_bulk(
     shared, offset: Scalar, ref, row: Scalar, count: Scalar, *, row_bytes: int, stride_bytes: int, arrivals, number: Scalar
 ) -> None:
-    """Start copying the first `count` rows, 1 to 32, to shared memory from word `offset` on, `stride_bytes` apart, by one warp. Arrival
-    `number` signals the end of all. row: the number, in the array, of the row that this lane copies."""
+    """Start copying the first `count` rows, 1 to 32, to shared memory from word `offset` on, `stride_bytes` apart, by
+    one warp. Arrival `number` signals the end of all. row: the number, in the array, of the row that this lane
+    copies."""
     arrival, lane = _arrival(arrivals, number), lanes.lane()
     with lanes.when(lane == 0):
         _expect(arrival, count * row_bytes)

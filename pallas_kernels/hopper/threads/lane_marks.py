@@ -1,4 +1,5 @@
-"""A set of small numbers in shared memory, one bit each, by the threads of `hopper.threads.lanes`: marked together, numbered in order.
+"""A set of small numbers in shared memory, one bit each, by the threads of `hopper.threads.lanes`: marked together,
+numbered in order.
 
 Clearing and counting such a set costs 1/32 of an array with a word for every number.
 """
@@ -26,13 +27,15 @@ def clear(set_s, size: int, threads: int) -> None:
 
 
 def mark(set_s, number: Scalar, condition: Scalar) -> None:
-    """Put a number into the set if the condition holds; otherwise the number may be invalid. In any order and any number of times."""
+    """Put a number into the set if the condition holds; otherwise the number may be invalid. In any order and any
+    number of times."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared.or.b32 [$0], $2;}"
     lanes.ptx(code, lanes.address(set_s, (number >> 5) * 4), lanes.where(condition, lanes.i32(1), 0), lanes.i32(1) << (number & 31))
 
 
 def count(set_s, before_s, exchange_s, size: int, threads: int) -> Scalar:
-    """Return how many numbers the set has. Write to `before_s`, for each word of the set, how many numbers the words before it hold.
+    """Return how many numbers the set has. Write to `before_s`, for each word of the set, how many numbers the words
+    before it hold.
 
     exchange_s: a word for each warp. All threads of the CTA call this after a barrier; it ends with a barrier.
     """

@@ -1,4 +1,5 @@
-"""Functions of a float32 for the threads of `hopper.threads.lanes`: the hardware's approximations, and rounded products and quotients."""
+"""Functions of a float32 for the threads of `hopper.threads.lanes`: the hardware's approximations, and rounded products
+and quotients."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def multiply(a: Scalar, b: Scalar | float) -> Scalar:
 
 
 def divide(a: Scalar, b: Scalar) -> Scalar:
-    """a / b, correctly rounded if b is a whole number below 2^24 and there is no overflow and no denormal (Markstein)."""
+    """a / b, correctly rounded if b is a whole number below 2^24 and there is no overflow and no denormal
+    (Markstein)."""
     guess = reciprocal(b)
     inverse = lanes.fma(lanes.fma(lanes.f32(0.0) - b, guess, 1.0), guess, guess)
     quotient = multiply(a, inverse)
@@ -45,8 +47,8 @@ def divide(a: Scalar, b: Scalar) -> Scalar:
 
 
 def quotient_of_xla(a: Scalar, b: Scalar) -> Scalar:
-    """a / b to 2 ulp, by the instruction that XLA divides with: the same bits. b: not one that the compiler knows, else it may divide
-    otherwise."""
+    """a / b to 2 ulp, by the instruction that XLA divides with: the same bits. b: not one that the compiler knows, else
+    it may divide otherwise."""
     return lanes.ptx("div.full.f32 $0, $1, $2;", a, b, result="f32")
 
 

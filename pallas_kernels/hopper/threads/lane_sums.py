@@ -17,8 +17,8 @@ def upto(x: Scalar) -> Scalar:
 def before(x: Scalar, exchange_s, threads: int) -> tuple[Scalar, Scalar]:
     """The sum of an integer over the threads of the CTA before this one, and over all of them.
 
-    exchange_s: a word for each warp, a multiple of four; a barrier must follow before its next use. All threads of the CTA call this. It
-    contains a barrier.
+    exchange_s: a word for each warp, a multiple of four; a barrier must follow before its next use. All threads of the
+    CTA call this. It contains a barrier.
     """
     of_lanes = upto(x)
     with lanes.when(lanes.lane() == 31):

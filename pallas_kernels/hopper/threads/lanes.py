@@ -1,8 +1,8 @@
 """Code for single CUDA threads in Mosaic GPU kernels: ballots, asynchronous copies, stores inside a cluster.
 
-Pallas works on whole arrays. A few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
-single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s. This is the only file that uses JAX's private MLIR bindings. Tried with
-jax 0.11.2 to 0.12.0; `check_version` refuses older ones.
+Pallas works on whole arrays. A few stages (scoring scattered index rows, selecting by counting, exchanging results
+inside a cluster) need single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s. This is the only file that
+uses JAX's private MLIR bindings. Tried with jax 0.11.2 to 0.12.0; `check_version` refuses older ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _type(name: str):
 
 
 class Scalar:
-    """A 32-bit signed integer, a float32 or a bool of one thread. Comparisons and arithmetic as in Python, but `//` and `%` truncate."""
+    """A 32-bit signed integer, a float32 or a bool of one thread. Comparisons and arithmetic as in Python, but `//` and
+    `%` truncate."""
 
     __hash__ = None
 
@@ -152,8 +153,8 @@ class Swizzled:
 def stage(**scalars: jax.Array) -> Callable:
     """Decorator: makes a function of lanes a stage of a Pallas kernel.
 
-    The function takes two pytrees of references (whole arrays; inside it, what the memory functions below take) and the scalars by name.
-    The decorated function takes the two pytrees. All threads of the CTA run it.
+    The function takes two pytrees of references (whole arrays; inside it, what the memory functions below take) and the
+    scalars by name. The decorated function takes the two pytrees. All threads of the CTA run it.
     """
     names = tuple(scalars)
 
@@ -181,7 +182,8 @@ def held(array) -> list[Scalar]:
 
 
 def per_thread(count: int, dtype: Any) -> plgpu.ShapeDtypeStruct:
-    """Type of an array of which each thread of a warpgroup holds `count` numbers, for `inline_mgpu` to return. See `holding`."""
+    """Type of an array of which each thread of a warpgroup holds `count` numbers, for `inline_mgpu` to return. See
+    `holding`."""
     return plgpu.ShapeDtypeStruct((128 * count,), dtype, plgpu.Layout.WG_STRIDED((128 * count,), 1))
 
 
@@ -266,7 +268,8 @@ def bits(x: Scalar) -> Scalar:
 
 
 def ptx(code: str, *args: Scalar, result: str | Sequence[str] | None = None, convergent: bool = False) -> Any:
-    """Inline PTX. result: a type name or several; None for instructions that return nothing. convergent: whole warps must execute it."""
+    """Inline PTX. result: a type name or several; None for instructions that return nothing. convergent: whole warps
+    must execute it."""
     names = [result] if isinstance(result, str) else list(result or ())
     types = [_type(name) for name in names]
     values = [x.value if isinstance(x, Scalar) else i32(x).value if isinstance(x, int) else x for x in args]
@@ -346,7 +349,8 @@ def _pointer(ref) -> ir.Value:
 
 
 def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
-    """Pointer to `block * block_bytes + bytes_offset` after the start of an array. Only the first product is formed in 64 bits."""
+    """Pointer to `block * block_bytes + bytes_offset` after the start of an array. Only the first product is formed in
+    64 bits."""
     pointer = _pointer(ref)
     byte, i64 = map(ir.IntegerType.get_signless, (8, 64))
     gep = functools.partial(llvm.getelementptr, pointer.type, elem_type=byte, no_wrap_flags=llvm.GEPNoWrapFlags.none)
@@ -360,7 +364,8 @@ def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_byte
 
 
 def part(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> _OneOf:
-    """An array from `address` of these on, as an array argument of the functions below. Offsets in it that are no Scalars cost nothing."""
+    """An array from `address` of these on, as an array argument of the functions below. Offsets in it that are no
+    Scalars cost nothing."""
     return _OneOf(address(ref, bytes_offset, block, block_bytes))
 
 
@@ -381,8 +386,8 @@ def load_global(ref, offset: Scalar | int, name: str = "i32") -> Scalar:
 
 
 def load_global_now(ref, offset: Scalar | int, size: int = 4) -> Scalar:
-    """One integer of 4 bytes, or of 1 or 2 bytes without a sign, loaded at this place of the program. Compilers move other loads to where
-    their value is needed. offset: counts such integers."""
+    """One integer of 4 bytes, or of 1 or 2 bytes without a sign, loaded at this place of the program. Compilers move
+    other loads to where their value is needed. offset: counts such integers."""
     pointer = address(ref, offset * size)
     if size == 4:
         return _load(pointer, ["i32"], "global")[0]
@@ -390,14 +395,15 @@ def load_global_now(ref, offset: Scalar | int, size: int = 4) -> Scalar:
 
 
 def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | None = None, block_bytes: int = 0) -> list[Scalar]:
-    """Four words of an array in global memory that nothing writes meanwhile; both offsets multiples of 16 bytes. Bypasses the L1 cache."""
+    """Four words of an array in global memory that nothing writes meanwhile; both offsets multiples of 16 bytes.
+    Bypasses the L1 cache."""
     pointer = address(ref, offset_bytes, block, block_bytes) if block is not None else address(ref, offset_bytes)
     return _load(pointer, ["i32"] * 4, "global", ".nc.L1::no_allocate")
 
 
 def load_ahead(ref, offset_bytes: Scalar | int, size: int) -> list[Scalar]:
-    """16 bytes, as four words, or 2 bytes, as one integer, of an array in global memory that nothing writes meanwhile, loaded at this place
-    of the program. What needs them waits."""
+    """16 bytes, as four words, or 2 bytes, as one integer, of an array in global memory that nothing writes meanwhile,
+    loaded at this place of the program. What needs them waits."""
     pointer = address(ref, offset_bytes)
     if size == 16:
         code, names = "ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", ["i32"] * 4
@@ -413,14 +419,16 @@ def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
 
 
 def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Scalar, *, block: Scalar, block_bytes: int) -> None:
-    """Store a word to an array in global memory if the condition holds, without a branch; otherwise the place may be invalid."""
+    """Store a word to an array in global memory if the condition holds, without a branch; otherwise the place may be
+    invalid."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p st.global.b32 [$0], $2;}"
     word = bits(word) if word.is_float else word
     ptx(code, address(ref, offset_bytes, block, block_bytes), where(condition, i32(1), 0), word)
 
 
 def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int, only: Scalar | None = None) -> Scalar:
-    """One word of an array in global memory, as this warp left it before its last barrier; loaded at this place of the program.
+    """One word of an array in global memory, as this warp left it before its last barrier; loaded at this place of the
+    program.
 
     only: by which threads. The others get an undefined value, and their places may be invalid.
     """
@@ -437,7 +445,8 @@ def warp_barrier() -> None:
 
 
 def load_written_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar, block_bytes: int) -> list[Scalar]:
-    """Four words of an array in global memory, as this CTA left them before its last barrier; both offsets multiples of 16 bytes."""
+    """Four words of an array in global memory, as this CTA left them before its last barrier; both offsets multiples of
+    16 bytes."""
     return _load(address(ref, offset_bytes, block, block_bytes), ["i32"] * 4, "global")
 
 
@@ -453,7 +462,8 @@ def address_words(ref) -> tuple[Scalar, Scalar]:
 
 
 def at_address(table, offset: Scalar | int) -> _OneOf:
-    """The array in global memory, maybe another device's, whose address is in two words of an array (`address_words`)."""
+    """The array in global memory, maybe another device's, whose address is in two words of an array
+    (`address_words`)."""
     i64 = ir.IntegerType.get_signless(64)
     low, high = (arith.extui(i64, load_global(table, offset + half).value) for half in range(2))
     whole = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
@@ -461,8 +471,8 @@ def at_address(table, offset: Scalar | int) -> _OneOf:
 
 
 def store_line(ref, offset: Scalar, *words: Scalar) -> None:
-    """Store four words to an array in global memory, maybe another device's, that other threads read meanwhile (`load_line`). The first two
-    arrive together, and the last two; nothing else is ordered. offset: a multiple of 4."""
+    """Store four words to an array in global memory, maybe another device's, that other threads read meanwhile
+    (`load_line`). The first two arrive together, and the last two; nothing else is ordered. offset: a multiple of 4."""
     ptx("st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};", address(ref, offset * 4), *words)
 
 
@@ -539,7 +549,8 @@ def warp_reduce(x: Scalar, kind: str) -> Scalar:
 
 
 SHARED_BYTES = {9: 222 << 10, 10: 222 << 10, 12: 94 << 10}
-"""Bytes of shared memory for a CTA's stages, by the first number of the compute capability: less than there are, as Mosaic needs some."""
+"""Bytes of shared memory for a CTA's stages, by the first number of the compute capability: less than there are, as
+Mosaic needs some."""
 
 
 def shared_words() -> int:
@@ -563,6 +574,7 @@ def publish_to_tensor_cores() -> None:
 
 
 def cluster_barrier() -> None:
-    """Wait for all threads of the cluster. Their earlier writes to each other's shared memory are visible afterwards."""
+    """Wait for all threads of the cluster. Their earlier writes to each other's shared memory are visible
+    afterwards."""
     ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
     ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)

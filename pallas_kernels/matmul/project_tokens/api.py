@@ -45,17 +45,21 @@ def project_tokens(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R F"], ...]:
-    """Multiply tokens by matrices, `norm(x) @ w.T + bias` for each w, with the norm, rotation, gate and residual around the products.
+    """Multiply tokens by matrices, `norm(x) @ w.T + bias` for each w, with the norm, rotation, gate and residual around
+    the products.
 
     Args:
         x: R tokens of width E.
-        weights: matrices stored [features, inputs], of x's dtype or packed (`pallas_kernels.core.matrices`); each may have its own F.
+        weights: matrices stored [features, inputs], of x's dtype or packed (`pallas_kernels.core.matrices`); each may
+            have its own F.
         biases: one per matrix.
         norm: weight of an RMSNorm before the products, `x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm)`.
         norm_eps, norm_offset: of that norm.
         rotation: cosine and sine, float32, of RoPE's angles for each token.
-        rotated: the results of the first `rotated` matrices are heads of D = 2 * D2 features; pair (i, i + D2) of each head is rotated.
-        gated: two matrices of one shape give one result, `activation(first) * second`; gelu_tanh is the tanh approximation of GELU.
+        rotated: the results of the first `rotated` matrices are heads of D = 2 * D2 features; pair (i, i + D2) of each
+            head is rotated.
+        gated: two matrices of one shape give one result, `activation(first) * second`; gelu_tanh is the tanh
+            approximation of GELU.
         residual: added to the only result, of x's dtype.
         out_dtype: x's dtype (default) or float32.
         config: settings of the implementation; no implementation takes any so far.
@@ -63,29 +67,34 @@ def project_tokens(
 
     Only `xla` can be differentiated; name it where a gradient of a few tokens is wanted on a GPU.
 
-    On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, of packed matrices 16, which are bound by the bytes of the weights. "xla"
-    runs calls of more tokens, drafted ones (T * B) included: its products read arrays once too, and at 8 tokens take 0.97 to 1.43 times as
-    long.
+    On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, of packed matrices 16, which are bound by the bytes of
+    the weights. "xla" runs calls of more tokens, drafted ones (T * B) included: its products read arrays once too, and
+    at 8 tokens take 0.97 to 1.43 times as long.
 
-    Packed matrices: "mosaic_gpu" takes matrices of one format, whose blocks are whole rows or have a multiple of 64 columns (int4: 128). It
-    reads codes and scales once, and multiplies float32 sums by the scales. It multiplies codes in x's dtype, which holds them exactly; NaN
-    in fp8 counts as 480. But int8 and int4 without zeros, for up to 8 tokens, it multiplies as integers, by tokens that are integers, too
-    (`pallas_kernels.matmul.project_tokens.digits` says how exact these are): a token with an input that is not finite gives NaN. "xla"
-    multiplies codes in x's dtype where blocks are whole rows; else it unpacks numbers in float32 and rounds them to x's dtype. A CPU holds
-    one tile of a widened matrix at a time; other devices at most one widened matrix.
-    On a CPU "xla" widens no integer codes for up to `FEW` tokens, if blocks are whole rows, or for one token, if they are of one row
-    (`pallas_kernels.matmul.project_tokens.cpu_codes`): tokens become integers of 22 bits there, too, and one that is not finite gives NaN.
+    Packed matrices: "mosaic_gpu" takes matrices of one format, whose blocks are whole rows or have a multiple of 64
+    columns (int4: 128). It reads codes and scales once, and multiplies float32 sums by the scales. It multiplies codes
+    in x's dtype, which holds them exactly; NaN in fp8 counts as 480. But int8 and int4 without zeros, for up to 8
+    tokens, it multiplies as integers, by tokens that are integers, too (`pallas_kernels.matmul.project_tokens.digits`
+    says how exact these are): a token with an input that is not finite gives NaN. "xla" multiplies codes in x's dtype
+    where blocks are whole rows; else it unpacks numbers in float32 and rounds them to x's dtype. A CPU holds one tile
+    of a widened matrix at a time; other devices at most one widened matrix. On a CPU "xla" widens no integer codes for
+    up to `FEW` tokens, if blocks are whole rows, or for one token, if they are of one row
+    (`pallas_kernels.matmul.project_tokens.cpu_codes`): tokens become integers of 22 bits there, too, and one that is
+    not finite gives NaN.
 
-    Matrices with `fp8_tokens`: in calls of more than `FEW` tokens "xla" rounds each token to fp8, with a scale of its own, and multiplies
-    fp8 by fp8. Calls of fewer tokens read these matrices as any of fp8.
+    Matrices with `fp8_tokens`: in calls of more than `FEW` tokens "xla" rounds each token to fp8, with a scale of its
+    own, and multiplies fp8 by fp8. Calls of fewer tokens read these matrices as any of fp8.
 
-    Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between (normalised tokens, a
-    product before its bias). A token's result does not depend on the other tokens of the call, but on how many they are: a call with more
-    than an implementation takes goes to another one, and "mosaic_gpu" multiplies int8 and int4 of more than 8 tokens as numbers.
+    Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between
+    (normalised tokens, a product before its bias). A token's result does not depend on the other tokens of the call,
+    but on how many they are: a call with more than an implementation takes goes to another one, and "mosaic_gpu"
+    multiplies int8 and int4 of more than 8 tokens as numbers.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
-    Sources: RMSNorm (arXiv 1910.07467); RoPE (arXiv 2104.09864), in the "rotate half" layout; the gated unit, SwiGLU (arXiv 2002.05202).
+    Sources: RMSNorm (arXiv 1910.07467); RoPE (arXiv 2104.09864), in the "rotate half" layout; the gated unit, SwiGLU
+    (arXiv 2002.05202).
     """
     call = Call(norm_eps, norm_offset, rotated, gated, jnp.dtype(out_dtype or x.dtype), config)
     _check(call, x, weights, biases, norm, rotation, residual)

@@ -1,15 +1,18 @@
 """Products of a few tokens and integer codes on a CPU, which read the codes as they are.
 
-XLA for CPUs writes a matrix of codes as float32 before it multiplies tokens by it, 4 bytes for each number. Two forms write none:
+XLA for CPUs writes a matrix of codes as float32 before it multiplies tokens by it, 4 bytes for each number. Two forms
+write none:
 
-Whole rows. XLA's product of int8 by int8 uses the processor's instructions for bytes (AVX-512's VNNI and the like). So, as `digits` does on
-a GPU, a token becomes multiples of 2^-20 of the power of two at or below its largest input, or of 2^-126 if that is below 2^-106: integers
-of 22 bits with their sign, which are d0 * 2^16 + d1 * 2^8 + d2 with digits of 8 bits with their sign. Products of codes and digits add up
-in int32, exactly, in any order. A token's result depends on no other token, and not on how many there are.
+Whole rows. XLA's product of int8 by int8 uses the processor's instructions for bytes (AVX-512's VNNI and the like). So,
+as `digits` does on a GPU, a token becomes multiples of 2^-20 of the power of two at or below its largest input, or of
+2^-126 if that is below 2^-106: integers of 22 bits with their sign, which are d0 * 2^16 + d1 * 2^8 + d2 with digits of
+8 bits with their sign. Products of codes and digits add up in int32, exactly, in any order. A token's result depends on
+no other token, and not on how many there are.
 
 Blocks of a row, one token. XLA fuses the widening, the product with inputs and scales, and the sum.
 
-Memory traffic of a step: the codes once. Codes of 4 bits are written as 8 bits, a tile at a time, which stays in a processor's cache.
+Memory traffic of a step: the codes once. Codes of 4 bits are written as 8 bits, a tile at a time, which stays in a
+processor's cache.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ COLUMNS = 4
 
 
 def takes(weight: PackedMatrix, tokens: int) -> bool:
-    """Whether `codes_product` multiplies so few tokens by this matrix: integer codes in whole rows; by one token, in blocks of a row."""
+    """Whether `codes_product` multiplies so few tokens by this matrix: integer codes in whole rows; by one token, in
+    blocks of a row."""
     own, inputs = weight.format, weight.shape[1]
     if own.columns is None:
         return own.codes in ("int8", "int4") and inputs <= MAX_INPUTS
@@ -37,8 +41,8 @@ def takes(weight: PackedMatrix, tokens: int) -> bool:
 
 @jax.custom_jvp
 def codes_product(x: Float[Array, "R E"], weight: PackedMatrix) -> Float32[Array, "R F"]:
-    """Tokens by a matrix that `takes` accepts. A token with an input that is not finite gives NaN, or with blocks what float32 gives. The
-    gradient is that of numbers."""
+    """Tokens by a matrix that `takes` accepts. A token with an input that is not finite gives NaN, or with blocks what
+    float32 gives. The gradient is that of numbers."""
     x = x.astype(jnp.float32)
     if weight.format.columns is not None:
         return _blocks_product(x, weight)
@@ -87,7 +91,8 @@ def _blocks_product(x: Float32[Array, "1 E"], weight: PackedMatrix) -> Float32[A
 
 
 def _digits(x: Float32[Array, "R E"]) -> tuple[Int8[Array, "4R E"], Float32[Array, "R 1"]]:
-    """The digits of each token, d2, d1, d0 and zeros, and what its integer 1 stands for: NaN if an input is not finite."""
+    """The digits of each token, d2, d1, d0 and zeros, and what its integer 1 stands for: NaN if an input is not
+    finite."""
     largest = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1, keepdims=True), jnp.int32)
     exponent = jnp.maximum(largest >> 23, 21)  # below, an integer of 1 would be no normal float32
     finite = exponent < 255

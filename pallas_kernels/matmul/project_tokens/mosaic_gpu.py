@@ -1,21 +1,24 @@
-"""project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, with all steps before and after them.
+"""project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, with all steps
+before and after them.
 
-Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each
-warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies
-them (`mma.m16n8k16`, of integers `m16n8k32`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added
-in shared memory, in order.
+Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the
+warps in chunks. Each warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its
+own ring (`cp.async`), and multiplies them (`mma.m16n8k16`, of integers `m16n8k32`: weights are the 16 rows, tokens the
+8 columns). At the end of a tile the warps' sums are added in shared memory, in order.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
-For up to 8 tokens, integer codes without zeros are multiplied as they are, by tokens that are cut into digits (`digits`). Others stay codes
-until they are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales multiply float32 sums: of whole
-rows the finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk, and its zeros, are loaded to
-registers as many chunks ahead as the ring holds, a row per lane.
+For up to 8 tokens, integer codes without zeros are multiplied as they are, by tokens that are cut into digits
+(`digits`). Others stay codes until they are in registers (`lane_codes`), where they become numbers of the tokens'
+dtype, exactly. Scales multiply float32 sums: of whole rows the finished ones, of smaller blocks those of a chunk, which
+lies in one block. The scales of a chunk, and its zeros, are loaded to registers as many chunks ahead as the ring holds,
+a row per lane.
 
-Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
-CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
-up one half of the rows, with what the other sends it.
+Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the
+weights. There two CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and
+tokens. At the end of a tile each adds up one half of the rows, with what the other sends it.
 
-Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from the cache.
+Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from
+the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ SQUARED = 16
 """Loads of 16 bytes of a thread whose squares are added up together."""
 
 LINES = 256
-"""Bytes of packed weights that memory should bring together: a warp copies 64 of a row, and the others of its CTA the next to them."""
+"""Bytes of packed weights that memory should bring together: a warp copies 64 of a row, and the others of its CTA the
+next to them."""
 
 
 def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str | None:
@@ -140,8 +144,8 @@ def _project(s: Shape, inputs):
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The work of a CTA. team: the number of its team. rank: its own in the team, if it is not alone. inputs: by name. outs: the results.
-    scratch: shared memory, by name."""
+    """The work of a CTA. team: the number of its team. rank: its own in the team, if it is not alone. inputs: by name.
+    outs: the results. scratch: shared memory, by name."""
 
     s: Shape
     team: lanes.Scalar
@@ -207,8 +211,8 @@ class _Tiles:
         lane_copies.copy_rows_async(ring_s, slot + s.rows * s.row_words, small_row, rows=small, row_bytes=token_bytes)
 
     def _blocks(self, n) -> list[lanes.Scalar]:
-        """Scales, as bits of float32, and `zero_word`s, if there are zeros, of chunk number `n` of this warp: lane r has those of rows r,
-        r + 32, ... of the tile. They are loaded here, whole or not at the end of the matrix."""
+        """Scales, as bits of float32, and `zero_word`s, if there are zeros, of chunk number `n` of this warp: lane r
+        has those of rows r, r + 32, ... of the tile. They are loaded here, whole or not at the end of the matrix."""
         s, weights = self.s, self.inputs["weights"]
         chunk, inside = self._chunk(n)
         scales, zeros = [], []
@@ -226,7 +230,8 @@ class _Tiles:
         return scales + zeros
 
     def _prefetch_scales(self) -> None:
-        """Bring the scales of whole rows into the cache, 32 bytes by each thread: tiles end without waiting for memory."""
+        """Bring the scales of whole rows into the cache, 32 bytes by each thread: tiles end without waiting for
+        memory."""
         s, each = self.s, 32 // jnp.dtype(self.s.scales).itemsize
         for part in range(s.parts):
             for start in range(0, s.per_team + each, each * self.threads):
@@ -334,7 +339,8 @@ class _Tiles:
         return [lanes.shuffle(values[row // 32], (lanes.lane() >> 2) + row % 32) for row in (16 * m, 16 * m + 8)]
 
     def _tokens(self, ring_s, start) -> list:
-        """The tokens of a chunk as the other operand, 8 by 8: words with two inputs of token g. Empty columns repeat the last token."""
+        """The tokens of a chunk as the other operand, 8 by 8: words with two inputs of token g. Empty columns repeat
+        the last token."""
         s, lane = self.s, lanes.lane()
         of_column = lane & 7 if s.format is None else lane >> 2
         found = [s.operands.tokens(ring_s, start, lanes.minimum(of_column + 8 * n, s.tokens - 1)) for n in range(s.column_tiles)]
@@ -363,7 +369,8 @@ class _Tiles:
                     lanes.store_shared(self.scratch["squares_s"], lanes.warp() * s.tokens + token, total)
 
     def _piece(self, token: int, start: int) -> list:
-        """8 numbers of a token, in words: piece `start` and so many more as this thread's number; the first one where there are no more."""
+        """8 numbers of a token, in words: piece `start` and so many more as this thread's number; the first one where
+        there are no more."""
         i = lanes.thread() + start
         piece = lanes.where(i < self.s.width // 8, i, 0)
         return lanes.load_ahead(self.inputs["x"], piece * 16 + token * self.s.width * 2, 16)
@@ -415,7 +422,8 @@ class _Tiles:
         self._for_pairs(tile, finish, is_mine)
 
     def _for_pairs(self, tile, function, chosen=None) -> None:
-        """Call function(token, row, unit) for each token and two rows of a tile's parts, `row` and the next; chosen: row -> whether."""
+        """Call function(token, row, unit) for each token and two rows of a tile's parts, `row` and the next; chosen:
+        row -> whether."""
         s = self.s
         pairs = s.stride // 2
         for start in range(0, s.tokens * pairs, self.threads):
@@ -427,8 +435,8 @@ class _Tiles:
                 function(token, row, unit)
 
     def _sum_at(self, token, row, warp=0):
-        """Where a warp's sum of a token and a row of the tile is, from the buffer's start on. Those of two rows, the first an even one, lie
-        side by side."""
+        """Where a warp's sum of a token and a row of the tile is, from the buffer's start on. Those of two rows, the
+        first an even one, lie side by side."""
         return warp * self.s.sums_words_of_a_warp + token * self.s.sum_rows + row
 
     def _totals(self, buffer, row, token) -> list:
@@ -437,7 +445,8 @@ class _Tiles:
         return functools.reduce(_add, [lanes.load_shared(self.scratch["sums_s"], place, "f32", 2) for place in places])
 
     def _write(self, totals, token, row, unit) -> None:
-        """Write the results of a token's units `unit` and `unit + 1`. totals: row of the tile -> its sum and that of the next row."""
+        """Write the results of a token's units `unit` and `unit + 1`. totals: row of the tile -> its sum and that of
+        the next row."""
         s = self.s
         if s.format and not s.in_blocks:  # loaded first, since they come from far
             rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]

@@ -1,8 +1,10 @@
-"""The operands of the matrix instruction in `mosaic_gpu`: weights and tokens of a chunk, from shared memory to registers.
+"""The operands of the matrix instruction in `mosaic_gpu`: weights and tokens of a chunk, from shared memory to
+registers.
 
-Each warp multiplies 16 rows of weights by 8 tokens, 16 inputs at a time (`mma.m16n8k16`); what `digits` multiplies, 32 at a time. In which
-order the inputs come does not matter if weights and tokens agree. Arrays come as they lie. Of packed weights a lane loads words of 4 or 8
-codes, so it loads the same 4 or 8 inputs of the tokens, and both are paired as `lane_codes` pairs them.
+Each warp multiplies 16 rows of weights by 8 tokens, 16 inputs at a time (`mma.m16n8k16`); what `digits` multiplies, 32
+at a time. In which order the inputs come does not matter if weights and tokens agree. Arrays come as they lie. Of
+packed weights a lane loads words of 4 or 8 codes, so it loads the same 4 or 8 inputs of the tokens, and both are paired
+as `lane_codes` pairs them.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Operands:
         return self.per_word // 2
 
     def weights(self, ring_s, start, step: int, zeros: tuple) -> list[list[lanes.Scalar]]:
-        """Weights of 16 rows from word `start` on, for each matrix instruction of a step. zeros: `zero_word` of this lane's two rows."""
+        """Weights of 16 rows from word `start` on, for each matrix instruction of a step. zeros: `zero_word` of this
+        lane's two rows."""
         words = self.words(ring_s, start, step)
         if not self.codes:
             return [words]
@@ -64,8 +67,8 @@ class Operands:
         return lane_pairs.load_matrices(ring_s, at)
 
     def tokens(self, ring_s, start, row) -> list[lanes.Scalar]:
-        """Two words for each matrix instruction of a chunk: of row `row` of the rows of 16-bit numbers from word `start` on. Lanes of one
-        token name its row; arrays: lane 8m + r names the row of token r."""
+        """Two words for each matrix instruction of a chunk: of row `row` of the rows of 16-bit numbers from word
+        `start` on. Lanes of one token name its row; arrays: lane 8m + r names the row of token r."""
         row_bytes, t = self.chunk * 2, lanes.lane() & 3
         if not self.codes:
             pieces = [(lanes.lane() >> 3) + 4 * half for half in range(2)]

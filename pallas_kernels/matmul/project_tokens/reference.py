@@ -30,7 +30,8 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
 
 
 def _in_fp8(x):
-    """Each token as numbers of fp8, with 3 bits behind the leading one and exponents from -6 on, times its own scale."""
+    """Each token as numbers of fp8, with 3 bits behind the leading one and exponents from -6 on, times its own
+    scale."""
     scales = np.abs(x).max(axis=1, keepdims=True) / 448
     codes = x / np.where(scales == 0, 1, scales)
     steps = 2.0 ** (np.maximum(np.frexp(codes)[1] - 1, -6) - 3)

@@ -1,4 +1,5 @@
-"""Sizes of a launch of `mosaic_gpu`: what a CTA, a tile and a chunk are for the given matrices, and the shared memory that they take."""
+"""Sizes of a launch of `mosaic_gpu`: what a CTA, a tile and a chunk are for the given matrices, and the shared memory
+that they take."""
 
 from __future__ import annotations
 
@@ -12,27 +13,30 @@ from pallas_kernels.matmul.project_tokens.operands import Operands
 
 MAX_ROWS = (48, 32, 16)
 MAX_ROWS_PACKED = (96, 64, *MAX_ROWS)
-"""Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied less often, and of
-packed weights they would be a large part of the bytes."""
+"""Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied
+less often, and of packed weights they would be a large part of the bytes."""
 
 MAX_DEPTH = 8
 """Most chunks in flight per warp; more are not faster."""
 
 MAX_DEPTH_PACKED, MAX_WORDS_PACKED = 4, 32 * 1024
-"""Most chunks per warp, and words of all warps, that are in flight where weights are packed; more are slower. Two chunks always are."""
+"""Most chunks per warp, and words of all warps, that are in flight where weights are packed; more are slower. Two
+chunks always are."""
 
 SHORT_ROWS, LONG_CHUNKS = 32, 12
-"""Two CTAs share the rows of packed matrices if one CTA would have at most so many rows, and each of its warps so many chunks of them."""
+"""Two CTAs share the rows of packed matrices if one CTA would have at most so many rows, and each of its warps so many
+chunks of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
-    format: of packed weights; scales: the dtype of their scales; zeros: whether they have some. most_rows: of weights in a tile. depth:
-    chunks that a warp has in flight. split: CTAs of a team, which share rows: each multiplies a part of the inputs.
+    """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results
+    are rotated, else 0. format: of packed weights; scales: the dtype of their scales; zeros: whether they have some.
+    most_rows: of weights in a tile. depth: chunks that a warp has in flight. split: CTAs of a team, which share rows:
+    each multiplies a part of the inputs.
 
-    A team's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
-    gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
+    A team's work is counted in units. A unit is one feature, or two features that are combined into results: those of
+    the two matrices of a gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
     """
 
     tokens: int
@@ -154,7 +158,8 @@ class Shape:
 
     @property
     def sum_rows(self) -> int:
-        """Words between the sums of two tokens: 4 more than a multiple of 16, so that lanes store theirs to different banks."""
+        """Words between the sums of two tokens: 4 more than a multiple of 16, so that lanes store theirs to different
+        banks."""
         return self.rows + 4
 
     @property
@@ -168,16 +173,17 @@ class Shape:
         return self.warps * self.sums_words_of_a_warp
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
-        adds to its tile."""
+        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other
+        CTA of the team adds to its tile."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
         return words | ({"others_s": self.sums_words_of_a_warp} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
-        """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part of what is copied.
+        """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part
+        of what is copied.
 
-        Teams depend on the matrices alone: their sums have another order, and a token's must not depend on how many others there are (up to
-        8 of integer codes, whose sums are others than those of numbers).
+        Teams depend on the matrices alone: their sums have another order, and a token's must not depend on how many
+        others there are (up to 8 of integer codes, whose sums are others than those of numbers).
         """
         found, chunks = None, self.width // self.operands.chunk
         shared = self.format and self.per_team * self.parts <= SHORT_ROWS and chunks >= LONG_CHUNKS * self.warps and self.ctas % 2 == 0

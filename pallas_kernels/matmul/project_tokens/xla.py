@@ -1,4 +1,5 @@
-"""project_tokens in plain JAX: any number of tokens, any backend, differentiable. Each step rounds to the tokens' dtype."""
+"""project_tokens in plain JAX: any number of tokens, any backend, differentiable. Each step rounds to the tokens'
+dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TILE_BYTES = 4 << 20
 """Bytes of a widened tile of a packed matrix on a CPU."""
 
 CODES_TILE = 1 << 19
-"""Numbers of a tile of packed codes, which XLA may copy as int8. It fits in the cache of one processor, and XLA shares it among them."""
+"""Numbers of a tile of packed codes, which XLA may copy as int8. It fits in the cache of one processor, and XLA shares
+it among them."""
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -40,8 +42,9 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
 
 
 def _two_rows(x):
-    """Add a row of zeros to a single token. XLA for GPUs turns the product of one row and a narrow matrix into an elementwise product,
-    which it writes to memory, and a sum. With two rows it joins the products of several matrices into one."""
+    """Add a row of zeros to a single token. XLA for GPUs turns the product of one row and a narrow matrix into an
+    elementwise product, which it writes to memory, and a sum. With two rows it joins the products of several matrices
+    into one."""
     return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
@@ -97,7 +100,8 @@ def _codes_product(x, weight: PackedMatrix, out_dtype):
 
 
 def _tiled_product(product, x, weight: PackedMatrix, numbers: int, out_dtype):
-    """XLA for CPUs always writes the widened matrix, so a few of its rows are widened at a time: those of so many numbers."""
+    """XLA for CPUs always writes the widened matrix, so a few of its rows are widened at a time: those of so many
+    numbers."""
     features, inputs = weight.shape
     block = weight.format.rows
     rows = max(1, numbers // inputs // block) * block
@@ -108,8 +112,9 @@ def _tiled_product(product, x, weight: PackedMatrix, numbers: int, out_dtype):
         part = product(x, rows_from(weight, start, count), out_dtype)
         return jax.lax.dynamic_update_slice(results, part, (0, start))
 
-    # Every number is overwritten. XLA would make zeros, which depend on nothing, for the products of all layers at once; so, too, a tile
-    # outside of the loop. So the last tile begins earlier where rows do not divide, unless it would begin within a block.
+    # Every number is overwritten. XLA would make zeros, which depend on nothing, for the products of all layers at
+    # once; so, too, a tile outside of the loop. So the last tile begins earlier where rows do not divide, unless it
+    # would begin within a block.
     results = jnp.broadcast_to(x[:, :1].astype(out_dtype), (x.shape[0], features))
     overlap = features % block == 0
     tiles = -(-features // rows) if overlap else features // rows

@@ -1,4 +1,5 @@
-"""Gated delta rule: linear attention whose state every token decays and corrects; and the short convolution before it."""
+"""Gated delta rule: linear attention whose state every token decays and corrects; and the short convolution before
+it."""
 
 from pallas_kernels.recurrent.gated_delta.api import Call, delta_fold, delta_page, delta_step
 from pallas_kernels.recurrent.gated_delta.convolution import causal_convolution

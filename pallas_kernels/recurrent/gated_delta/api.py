@@ -1,15 +1,17 @@
 """gated_delta: signatures, validation, dispatch.
 
-A Gated DeltaNet layer has one state S `[Dk, Dv]` in float32 per value head h. With the keys and queries of key head `h // (H / K)`:
+A Gated DeltaNet layer has one state S `[Dk, Dv]` in float32 per value head h. With the keys and queries of key head `h
+// (H / K)`:
 
     S = exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S = S + k_t u_t^T;   out_t = scale * S^T q_t
 
-u_t is the token's correction. A sequence keeps S as it was before its open page, and the key, decay and correction of each token of that
-page. S after any of these tokens is `delta_fold` of that many rows. So drafted tokens are dropped by dropping their rows; the state
-is not computed again.
+u_t is the token's correction. A sequence keeps S as it was before its open page, and the key, decay and correction of
+each token of that page. S after any of these tokens is `delta_fold` of that many rows. So drafted tokens are dropped by
+dropping their rows; the state is not computed again.
 
-Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks: "Parallelizing Linear Transformers with the Delta Rule over Sequence
-Length" (arXiv 2406.06484). The same as `torch_recurrent_gated_delta_rule` of `transformers`, where q and k are repeated.
+Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks: "Parallelizing Linear Transformers with the
+Delta Rule over Sequence Length" (arXiv 2406.06484). The same as `torch_recurrent_gated_delta_rule` of `transformers`,
+where q and k are repeated.
 
 Letters beside those of the design: R rows of a page, C tokens of an inner chunk, Dk and Dv sizes of a key and a value.
 """
@@ -63,7 +65,8 @@ def delta_page(
     normalize: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B R H Dv"], Float32[Array, "B R H Dv"]]:
-    """Prefill: compute the next tokens of a page by matrix products over inner chunks of the page. The page's rows are its tokens in order.
+    """Prefill: compute the next tokens of a page by matrix products over inner chunks of the page. The page's rows are
+    its tokens in order.
 
     Args:
         q, k: queries and keys, of v's dtype. K key heads; they are not repeated for the value heads.
@@ -72,21 +75,24 @@ def delta_page(
         beta: how much of the correction is written, 0 to 1.
         corrections: of the tokens that the page has already.
         start: the state before the page.
-        counts: tokens that the page has already. Their q is not read; their v and beta only in the inner chunk that is not full yet.
+        counts: tokens that the page has already. Their q is not read; their v and beta only in the inner chunk that is
+            not full yet.
         lengths: new tokens, which follow them; counts + lengths is at most R. Rows beyond may hold anything, NaN too.
         scale: factor of the queries, Dk**-0.5 in the models.
         chunk: C, tokens of an inner chunk; divides R. Bits depend on it.
         normalize: divide each query and key by its length first: x / sqrt(sum(x^2) + 1e-6), in float32.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns out in v's dtype, 0 in rows that are not new, and the corrections, with those of the new rows filled in. All arithmetic is
-    float32.
+    Returns out in v's dtype, 0 in rows that are not new, and the corrections, with those of the new rows filled in. All
+    arithmetic is float32.
 
-    The next call computes an inner chunk that is not full again, as a whole and by the same arithmetic. So a token's bits do not depend on
-    how a page is cut into calls, nor on other rows of the batch. A token that is NaN or infinite makes its whole inner chunk NaN. Cost: up
-    to C-1 tokens computed again per call, and S once per inner chunk from the page's rows.
+    The next call computes an inner chunk that is not full again, as a whole and by the same arithmetic. So a token's
+    bits do not depend on how a page is cut into calls, nor on other rows of the batch. A token that is NaN or infinite
+    makes its whole inner chunk NaN. Cost: up to C-1 tokens computed again per call, and S once per inner chunk from the
+    page's rows.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
     """
     call = Call("page", scale, normalize, chunk)
     _check_tokens(q, k, v, g, beta, lengths)
@@ -118,13 +124,15 @@ def delta_step(
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B T H Dv"]]:
     """Decode: one token, or T drafted ones, after the `counts` tokens of a page.
 
-    page_k, page_g, corrections: of the page's tokens; rows from `counts` on may hold anything. lengths: how many of the T tokens are valid.
-    The other arguments are those of `delta_page`.
+    page_k, page_g, corrections: of the page's tokens; rows from `counts` on may hold anything. lengths: how many of the
+    T tokens are valid. The other arguments are those of `delta_page`.
 
-    Returns out in v's dtype and the tokens' corrections, 0 from `lengths` on. A token's results do not depend on those after it, so drafts
-    are dropped by not keeping their rows. Bits differ from those of `delta_page`. They are the same for equal B and T.
+    Returns out in v's dtype and the tokens' corrections, 0 from `lengths` on. A token's results do not depend on those
+    after it, so drafts are dropped by not keeping their rows. Bits differ from those of `delta_page`. They are the same
+    for equal B and T.
 
-    Bytes per row: S is read once and not written, 4 H Dk Dv; R keys, and 4 R H Dv of corrections. Raises as `delta_page` does.
+    Bytes per row: S is read once and not written, 4 H Dk Dv; R keys, and 4 R H Dv of corrections. Raises as
+    `delta_page` does.
     """
     call = Call("step", scale, normalize)
     _check_tokens(q, k, v, g, beta, lengths)
@@ -147,7 +155,8 @@ def delta_fold(
     normalize: bool = True,
     implementation: str | None = None,
 ) -> Float32[Array, "B H Dk Dv"]:
-    """The state after the first `counts` rows of a page, from the state before the page. Arguments and errors are those of `delta_page`.
+    """The state after the first `counts` rows of a page, from the state before the page. Arguments and errors are those
+    of `delta_page`.
 
     Bytes per row: S read and written, R keys and corrections read. Bits are the same for equal B and R.
     """

@@ -17,7 +17,8 @@ def causal_convolution(
     *,
     bias: Float[Array, "E"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B W-1 E"]]:
-    """Each channel's weighted sum over its last W inputs, then SiLU: `silu(sum_w weight[e, w] x[t - (W-1) + w, e] + bias[e])`.
+    """Each channel's weighted sum over its last W inputs, then SiLU: `silu(sum_w weight[e, w] x[t - (W-1) + w, e] +
+    bias[e])`.
 
     Args:
         x: inputs.
@@ -26,10 +27,12 @@ def causal_convolution(
         lengths: tokens of each row, 0 to T. Entries of x beyond may hold anything. A row of length 0 keeps its tail.
         bias: one per channel, or None.
 
-    Returns out `[B, T, E]` in x's dtype, 0 beyond a row's length, and the tail after the tokens. Sums and SiLU are float32, rounded once. A
-    token's bits depend only on its own inputs: not on where a call starts, on T, or on other rows.
+    Returns out `[B, T, E]` in x's dtype, 0 beyond a row's length, and the tail after the tokens. Sums and SiLU are
+    float32, rounded once. A token's bits depend only on its own inputs: not on where a call starts, on T, or on other
+    rows.
 
-    Bytes: x read W times at most, float32 sums written and read once, out written once; the tail is (W-1) E elements per row.
+    Bytes: x read W times at most, float32 sums written and read once, out written once; the tail is (W-1) E elements
+    per row.
 
     Raises ValueError for arguments that do not fit together.
 
@@ -42,8 +45,9 @@ def causal_convolution(
     total = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for tap in range(width):
         total += weight[:, tap].astype(jnp.float32) * inputs[:, tap : tap + num_tokens].astype(jnp.float32)
-    # A compiler may contract a product and a sum to one rounding, in one fusion and not in another. Without the barrier it computes the sum
-    # anew in each fusion that uses it, such as SiLU's two factors, and keys of one token differ between the programs that compute them.
+    # A compiler may contract a product and a sum to one rounding, in one fusion and not in another. Without the barrier
+    # it computes the sum anew in each fusion that uses it, such as SiLU's two factors, and keys of one token differ
+    # between the programs that compute them.
     total = jax.lax.optimization_barrier(total)
     out = jnp.where(written, jax.nn.silu(total), 0).astype(x.dtype)
     return out, jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, width - 1))(inputs, lengths)

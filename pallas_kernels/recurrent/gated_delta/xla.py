@@ -1,20 +1,24 @@
-"""gated_delta for any backend: a page by inner chunks in order, each by matrix products; a step by products with the page's rows.
+"""gated_delta for any backend: a page by inner chunks in order, each by matrix products; a step by products with the
+page's rows.
 
-Inside an inner chunk the corrections u_i = beta_i (v_i - S_i^T k_i), with S_i the decayed state before token i, solve a unit lower
-triangular system (the UT transform), since S_i consists of the chunk's first state and the corrections before i:
+Inside an inner chunk the corrections u_i = beta_i (v_i - S_i^T k_i), with S_i the decayed state before token i, solve a
+unit lower triangular system (the UT transform), since S_i consists of the chunk's first state and the corrections
+before i:
 
     u_i + sum_{j<i} beta_i exp(g_{j+1} + ... + g_i) (k_i . k_j) u_j = beta_i (v_i - exp(g_1 + ... + g_i) S_0^T k_i)
 
-A step solves the same for its own tokens, one after the other, with the page's corrections known. The page's first state is the only state
-it needs.
+A step solves the same for its own tokens, one after the other, with the page's corrections known. The page's first
+state is the only state it needs.
 
-What decides bits. All arithmetic of an inner chunk runs on arrays of the chunk's and the page's shapes, in the body of a loop. The compiler
-does not know the number of rounds, so it cannot fuse the body with the code around it. Row i of a chunk gets only zeros from later rows,
-because every product with them is masked. So it is rounded alike whether they are there or not. Sums of g are taken per pair of tokens.
-Differences of one running sum would lose a weak decay after a strong one.
+What decides bits. All arithmetic of an inner chunk runs on arrays of the chunk's and the page's shapes, in the body of
+a loop. The compiler does not know the number of rounds, so it cannot fuse the body with the code around it. Row i of a
+chunk gets only zeros from later rows, because every product with them is masked. So it is rounded alike whether they
+are there or not. Sums of g are taken per pair of tokens. Differences of one running sum would lose a weak decay after a
+strong one.
 
-Memory: the outputs, a copy of the corrections, a second state, and a chunk's arrays, about `16 B H C (C + Dk + Dv)` bytes. Traffic per
-chunk: these arrays several times, the page's rows and the state once. Source: arXiv 2412.06464, section 3.3 and appendix A.
+Memory: the outputs, a copy of the corrections, a second state, and a chunk's arrays, about `16 B H C (C + Dk + Dv)`
+bytes. Traffic per chunk: these arrays several times, the page's rows and the state once. Source: arXiv 2412.06464,
+section 3.3 and appendix A.
 """
 
 from __future__ import annotations
@@ -74,7 +78,8 @@ def _step(q, k, v, g, beta, page_k, page_g, corrections, start, counts, lengths,
     known = _unit(page_k, call)
 
     def held(x):
-        """For each token x [B, T, K, Dk]: what the state before these tokens holds for it, without their decay. [B, T, H, Dv]"""
+        """For each token x [B, T, K, Dk]: what the state before these tokens holds for it, without their decay. [B, T,
+        H, Dv]"""
         of_start = _einsum("bthd,bhde->bthe", jnp.repeat(x, group, axis=2), start) * whole[:, None, :, None]
         weights = jnp.repeat(_einsum("btkd,brkd->btkr", x, known), group, axis=2) * since[:, None]
         return of_start + _einsum("bthr,brhe->bthe", weights, corrections)
@@ -131,7 +136,8 @@ def _chunk(
     beta: Float32[Array, "B H C"],
     start: Float32[Array, "B H Dk Dv"],
 ) -> tuple[Float32[Array, "B H C Dv"], Float32[Array, "B H C Dv"]]:
-    """Outputs and corrections of an inner chunk. Tokens that are not there are zeros: they decay nothing and correct nothing."""
+    """Outputs and corrections of an inner chunk. Tokens that are not there are zeros: they decay nothing and correct
+    nothing."""
     group = v.shape[1] // k.shape[1]
     since_start, between = _decays(g)
     wide_q, wide_k = (jnp.repeat(x, group, axis=1) for x in (q, k))
@@ -155,9 +161,9 @@ def _decays(g: Float32[Array, "B H C"]) -> tuple[Float32[Array, "B H C 1"], Floa
 def _inverse(system: Float32[Array, "B H C C"]) -> Float32[Array, "B H C C"]:
     """The inverse of 1 + the part of `system` below its diagonal. The rest of `system` is not read.
 
-    Diagonal blocks of 2, 4, 8, ... tokens are inverted, each from the two inverses in it: `[[1 + A, 0], [B, 1 + D]]` has the inverse
-    `[[a, 0], [-d B a, d]]`, where a and d are the inverses of `1 + A` and `1 + D`. No power of `system` is formed: where keys repeat,
-    powers grow beyond float32's digits.
+    Diagonal blocks of 2, 4, 8, ... tokens are inverted, each from the two inverses in it: `[[1 + A, 0], [B, 1 + D]]`
+    has the inverse `[[a, 0], [-d B a, d]]`, where a and d are the inverses of `1 + A` and `1 + D`. No power of `system`
+    is formed: where keys repeat, powers grow beyond float32's digits.
     """
     token, size = jnp.arange(system.shape[-1]), 1
     inverse = jnp.broadcast_to(jnp.eye(system.shape[-1], dtype=jnp.float32), system.shape)

@@ -1,14 +1,16 @@
-"""block_mass in Pallas Mosaic GPU (Hopper): a CTA keeps a tile of keys in registers while the queries of one head stream past.
+"""block_mass in Pallas Mosaic GPU (Hopper): a CTA keeps a tile of keys in registers while the queries of one head
+stream past.
 
-Each folding warpgroup of a CTA has 64 keys, the left operand of its `wgmma`. One more warpgroup copies tiles of queries and their LSE by
-TMA into a ring in shared memory, which all of them read. Per tile of queries a warpgroup multiplies k.q, takes exp2(logit - LSE) and adds
-up each key's row. With head dim 128, products and exponentials take equally long. So a barrier makes the warpgroups take turns at the
-tensor cores, as in FlashAttention-3 (arXiv 2407.08608), and the exponentials of one run during the products of another. Nothing is
-rescaled, because the LSE is known from the start. Only tiles at the causal border and at the first and last query that counts are masked.
-Sums run in the order of the tiles of queries, in a fixed order within a tile, and are written once: the same call gives the same bits.
+Each folding warpgroup of a CTA has 64 keys, the left operand of its `wgmma`. One more warpgroup copies tiles of queries
+and their LSE by TMA into a ring in shared memory, which all of them read. Per tile of queries a warpgroup multiplies
+k.q, takes exp2(logit - LSE) and adds up each key's row. With head dim 128, products and exponentials take equally long.
+So a barrier makes the warpgroups take turns at the tensor cores, as in FlashAttention-3 (arXiv 2407.08608), and the
+exponentials of one run during the products of another. Nothing is rescaled, because the LSE is known from the start.
+Only tiles at the causal border and at the first and last query that counts are masked. Sums run in the order of the
+tiles of queries, in a fixed order within a tile, and are written once: the same call gives the same bits.
 
-Memory traffic: keys once per query head; queries once per tile of keys and head, from L2, because tiles of one head run side by side.
-Source: H2O (arXiv 2306.14048); SnapKV (arXiv 2404.14469).
+Memory traffic: keys once per query head; queries once per tile of keys and head, from L2, because tiles of one head run
+side by side. Source: H2O (arXiv 2306.14048); SnapKV (arXiv 2404.14469).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the kernel's code depends on. num_pieces: of 64 keys, that a page table can name. unit: keys that are added up."""
+    """Everything that the kernel's code depends on. num_pieces: of 64 keys, that a page table can name. unit: keys that
+    are added up."""
 
     batch: int
     num_queries: int
@@ -76,7 +79,8 @@ class Shape:
 
     @property
     def ping_pong(self) -> bool:
-        """Whether warpgroups take turns at the tensor cores. With head dim 64, exponentials take twice as long as the products."""
+        """Whether warpgroups take turns at the tensor cores. With head dim 64, exponentials take twice as long as the
+        products."""
         return self.head_dim > 64
 
     def scratch(self) -> dict[str, Any]:
@@ -123,7 +127,8 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
 
 
 def _lse_that_counts(starts, ends, lse, first_query):
-    """LSE in log2 units `[B, H, T padded to whole tiles]`, infinite where a query does not count: exp2(logit - inf) is 0."""
+    """LSE in log2 units `[B, H, T padded to whole tiles]`, infinite where a query does not count: exp2(logit - inf) is
+    0."""
     position = starts[:, None] + jnp.arange(lse.shape[1], dtype=jnp.int32)
     counts = ((position >= first_query[:, None]) & (position < ends[:, None]))[..., None] & (lse != -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf).swapaxes(1, 2)
@@ -134,8 +139,8 @@ def _lse_that_counts(starts, ends, lse, first_query):
 class Walk:
     """The work of a CTA, traced. begin: the first tile of queries. steps: how many tiles.
 
-    pages: for each warpgroup, the page of its keys, -1 if there is none. key: position of the first key. start: of the first query. first,
-    end: positions of the queries that count, first <= p < end.
+    pages: for each warpgroup, the page of its keys, -1 if there is none. key: position of the first key. start: of the
+    first query. first, end: positions of the queries that count, first <= p < end.
     """
 
     begin: Any
@@ -148,7 +153,8 @@ class Walk:
 
 
 def _walk(s: Shape, refs, row, tile) -> Walk:
-    """The tiles of queries from the first that counts and sees a key to the last. There are none if no key has a page."""
+    """The tiles of queries from the first that counts and sees a key to the last. There are none if no key has a
+    page."""
     table_ref, starts_ref, ends_ref, lengths_ref, first_ref = refs
     start, end, first, length = starts_ref[row], ends_ref[row], first_ref[row], lengths_ref[row]
     key, pages = tile * (s.folders * KEYS), []
@@ -164,8 +170,8 @@ def _walk(s: Shape, refs, row, tile) -> Walk:
 
 
 def _fetch(s: Shape, walk: Walk, row, head, q_ref, k_ref, lse_ref, scratch) -> None:
-    """By the last warpgroup: copy the keys, then every tile of queries as soon as a slot is free. Keys without a page are read as zeros,
-    from past the end of the pool."""
+    """By the last warpgroup: copy the keys, then every tile of queries as soon as a slot is free. Keys without a page
+    are read as zeros, from past the end of the pool."""
     kv_head = lax.div(head, jnp.int32(s.num_heads // s.num_kv_heads))
     for w, page in enumerate(walk.pages):
         token = lax.rem(walk.key + w * KEYS, jnp.int32(s.page_size))
@@ -254,8 +260,8 @@ def _store(s: Shape, walk: Walk, sums, warpgroup, place, scratch, out_ref) -> No
 
 
 def launch(s: Shape, interpret=None):
-    """The kernel, as a function of (padded queries, k, lse in log2 units, page table, starts, ends, lengths, first_query) -> mass `[B, H,
-    pieces * 64 / unit]`, where pieces fill whole CTAs."""
+    """The kernel, as a function of (padded queries, k, lse in log2 units, page table, starts, ends, lengths,
+    first_query) -> mass `[B, H, pieces * 64 / unit]`, where pieces fill whole CTAs."""
 
     def block_mass_kernel(q_ref, k_ref, lse_ref, *refs, **scratch):
         row, head, tile, warpgroup = (lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup"))

@@ -1,4 +1,5 @@
-"""block_mass by definition, in float32: for each whole sequence, the weights of every query; those that count are added up.
+"""block_mass by definition, in float32: for each whole sequence, the weights of every query; those that count are added
+up.
 
 Slow, and needs T x S per head: only for tests and debugging.
 """

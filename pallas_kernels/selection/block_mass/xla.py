@@ -1,9 +1,9 @@
 """block_mass for any backend: for each tile of keys, a walk over the tiles of queries that see it.
 
-A tile's keys are a fixed span of absolute positions, read from their pages once. The walk goes in order over the tiles of queries, from the
-first that counts and lies behind the tile's first key to the last that counts. So a row's bits depend neither on the width of the page
-table nor on the other rows. Memory traffic: queries once per tile of keys. Memory needed: a tile of keys and its weights,
-`rows * H * query_tile * key_tile` float32.
+A tile's keys are a fixed span of absolute positions, read from their pages once. The walk goes in order over the tiles
+of queries, from the first that counts and lies behind the tile's first key to the last that counts. So a row's bits
+depend neither on the width of the page table nor on the other rows. Memory traffic: queries once per tile of keys.
+Memory needed: a tile of keys and its weights, `rows * H * query_tile * key_tile` float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pallas_kernels.xla import key_tiles, online_softmax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch computed together."""
+    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch computed
+    together."""
 
     query_tile: int = 256
     key_tile: int = 512
@@ -79,7 +80,8 @@ def _sum_up(call: Call, q, pages, table, starts, lengths, lse, first_query):
 
 
 def _walk(q, lse, start, keep, query_tile, frames, position, pages, length, sm_scale):
-    """Sums of weights `[K, G, key_tile]` of the keys from `position` on, over the queries at positions keep[0] <= p < keep[1]."""
+    """Sums of weights `[K, G, key_tile]` of the keys from `position` on, over the queries at positions keep[0] <= p <
+    keep[1]."""
     num_kv_heads, page_size = pages.kv_heads, pages.page_size
     group = q.shape[2] // query_tile
     page = jnp.broadcast_to(frames, (num_kv_heads, frames.size))

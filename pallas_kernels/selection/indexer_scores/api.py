@@ -34,24 +34,26 @@ def indexer_scores(
 ) -> Float32[Array, "B T M*P"]:
     """Score of every token of a sequence for each of its T queries: sum over heads h of weights_h * max(0, q_h . key).
 
-    Query t of row b stands at position lengths[b]-T+t. A token after it, past the row's length, or without a page scores -inf, so that
-    top-k never prefers it to a token that is there.
+    Query t of row b stands at position lengths[b]-T+t. A token after it, past the row's length, or without a page
+    scores -inf, so that top-k never prefers it to a token that is there.
 
     Args:
         q: the indexer's queries, float32, bfloat16 or float16.
         weights: float32, of either sign; factors that do not depend on the key (1/sqrt(D), 1/sqrt(H)) belong here.
-        keys: the pool of indexer keys, one head of D; q's dtypes, or float8_e4m3fn with `scales`. Pages that no table names may hold
-            anything.
+        keys: the pool of indexer keys, one head of D; q's dtypes, or float8_e4m3fn with `scales`. Pages that no table
+            names may hold anything.
         table: int32, logical page -> page id below N, -1 where there is none.
         lengths: int32, tokens written, those of the T queries included.
         scales: one per token, positive: key = code * scale (`quantize_keys`).
         config: settings of the implementation; "xla" takes `pallas_kernels.selection.indexer_scores.xla.Config`.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns float32 scores `[B, T, M*P]`, position s of the sequence at index s. Products and sums are float32. Memory: the scores, and a
-    tile of keys with its `B * T * H` dot products per key. Reads every key of the sequences once: 2 D bytes per token, D + 4 with float8.
+    Returns float32 scores `[B, T, M*P]`, position s of the sequence at index s. Products and sums are float32. Memory:
+    the scores, and a tile of keys with its `B * T * H` dot products per key. Reads every key of the sequences once: 2 D
+    bytes per token, D + 4 with float8.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
     Source: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025), section 1, equation (1).
     """

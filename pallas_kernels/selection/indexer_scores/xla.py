@@ -1,9 +1,9 @@
 """indexer_scores for any backend: one tile of whole pages at a time, for all rows together.
 
-Tiles are fixed spans of absolute positions. So a row's bits depend neither on the width of its page table nor on the lengths of other rows.
-Tiles that no row reaches are not read. The scale of an 8-bit key is positive, so it multiplies the key's finished score instead of its D
-elements; the elements are then exact in bfloat16. Memory traffic: every key once, and its copy, a tile at a time. Memory: that copy and
-`B * T * H * tile_tokens` dot products in float32.
+Tiles are fixed spans of absolute positions. So a row's bits depend neither on the width of its page table nor on the
+lengths of other rows. Tiles that no row reaches are not read. The scale of an 8-bit key is positive, so it multiplies
+the key's finished score instead of its D elements; the elements are then exact in bfloat16. Memory traffic: every key
+once, and its copy, a tile at a time. Memory: that copy and `B * T * H * tile_tokens` dot products in float32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _score(config: Config, q, weights, keys, table, lengths, scales):
     def read(number):
         page_ids = jax.lax.dynamic_slice_in_dim(table, number * per_tile, per_tile, axis=1)
         tile = keys[jnp.maximum(page_ids, 0)].reshape(batch, size, -1).astype(dtype)
-        # Accelerators multiply float32 with fewer bits by default; products of shorter types are exact in float32 anyway.
+        # Accelerators multiply float32 with fewer bits by default; products of shorter types are exact in float32
+        # anyway.
         precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         dots = jnp.einsum("bthd,bsd->bths", q.astype(dtype), tile, precision=precision, preferred_element_type=jnp.float32)
         scores = jnp.einsum("bths,bth->bts", jnp.maximum(dots, 0), weights, precision=jax.lax.Precision.HIGHEST)

@@ -30,17 +30,18 @@ def page_index(
 
     Args:
         keys: keys of whole pages as stored (after norm and RoPE), any leading axes.
-        kind: "bounds" gives two rows per block, the elementwise max and min of its keys (Quest, ICML 2024), exact in the keys' dtype.
-            "mean" gives one row, their mean, summed in float32 and rounded once. "keys1", "keys2", "keys4" and "keys8" give the keys
-            in 1, 2, 4 or 8 bits a number, as uint8 (`pallas_kernels.selection.page_index.codes`); `coded_keys` reads them.
+        kind: "bounds" gives two rows per block, the elementwise max and min of its keys (Quest, ICML 2024), exact in
+            the keys' dtype. "mean" gives one row, their mean, summed in float32 and rounded once. "keys1", "keys2",
+            "keys4" and "keys8" give the keys in 1, 2, 4 or 8 bits a number, as uint8
+            (`pallas_kernels.selection.page_index.codes`); `coded_keys` reads them.
         block_size: tokens per block, divides P.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns `[..., P/block_size, R, W]` with R, W = `index_shape(...)`, in `index_dtype(...)`. A NaN among a block's keys shows in its
-    index. Memory: the result; while keys are coded, a float32 copy of them.
+    Returns `[..., P/block_size, R, W]` with R, W = `index_shape(...)`, in `index_dtype(...)`. A NaN among a block's
+    keys shows in its index. Memory: the result; while keys are coded, a float32 copy of them.
 
-    Raises ValueError for an unknown kind, a block size that does not divide P, a head dim whose codes are not whole bytes, or keys that
-    are not floating point.
+    Raises ValueError for an unknown kind, a block size that does not divide P, a head dim whose codes are not whole
+    bytes, or keys that are not floating point.
     """
     call = Call(kind, block_size)
     if keys.ndim < 2 or not jnp.issubdtype(keys.dtype, jnp.floating):

@@ -1,9 +1,10 @@
 """Indexes that hold every key in few bits: "keys1", "keys2", "keys4" and "keys8", by kind the bits of a number.
 
-Each channel of a block has 2^bits evenly spaced levels, from the smallest to the largest number that the block's keys have there. With 1
-bit these two are the levels. Levels are per channel because keys have channels far from 0 (KIVI, arXiv 2402.02750).
-A block is `[R, W]` bytes. Rows of W = D * bits / 8 bytes: a row of codes per token, then the lowest levels and the distances of two levels
-in bfloat16, 2 * D bytes each. Code number d of a token is in byte d % W, from bit `bits * (d // W)` on.
+Each channel of a block has 2^bits evenly spaced levels, from the smallest to the largest number that the block's keys
+have there. With 1 bit these two are the levels. Levels are per channel because keys have channels far from 0 (KIVI,
+arXiv 2402.02750). A block is `[R, W]` bytes. Rows of W = D * bits / 8 bytes: a row of codes per token, then the lowest
+levels and the distances of two levels in bfloat16, 2 * D bytes each. Code number d of a token is in byte d % W, from
+bit `bits * (d // W)` on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def index_dtype(kind: str, dtype: jnp.dtype) -> jnp.dtype:
 
 def code_keys(kind: str, blocks: Float[Array, "... bs D"]) -> UInt8[Array, "... R W"]:
     """The codes of whole blocks of keys. A channel with a NaN or an infinity reads as NaN."""
-    # XLA for GPUs may leave out that keys and levels are rounded where they are used in the same program, unless a barrier hides it.
+    # XLA for GPUs may leave out that keys and levels are rounded where they are used in the same program, unless a
+    # barrier hides it.
     bits, keys = CODED[kind], jax.lax.optimization_barrier(blocks).astype(jnp.float32)
     most = 2**bits - 1
     low = jax.lax.optimization_barrier(keys.min(-2, keepdims=True).astype(jnp.bfloat16))
@@ -58,7 +60,8 @@ def code_keys(kind: str, blocks: Float[Array, "... bs D"]) -> UInt8[Array, "... 
 
 
 def coded_keys(kind: str, rows: UInt8[Array, "... R W"]) -> Float32[Array, "... bs D"]:
-    """The numbers that codes stand for. Products and sums are exact before one rounding, so any program gives the same bits."""
+    """The numbers that codes stand for. Products and sums are exact before one rounding, so any program gives the same
+    bits."""
     bits, tokens = CODED[kind], rows.shape[-2] - 2 * _level_rows(kind)
     codes = jnp.concatenate([(rows[..., :tokens, :] >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], axis=-1)
     low, step = _levels(kind, rows)
@@ -68,8 +71,9 @@ def coded_keys(kind: str, rows: UInt8[Array, "... R W"]) -> Float32[Array, "... 
 def code_errors(kind: str, rows: UInt8[Array, "... R W"], *, sixteen_bits: bool) -> Float32[Array, "... D"]:
     """The most by which a finite key of a block can differ from `coded_keys` in each channel.
 
-    Half a step; and where the levels were rounded so far that the largest or smallest key lies outside of them, what that rounding can be.
-    sixteen_bits: whether keys are bfloat16; then the lowest level is a key, which was not rounded.
+    Half a step; and where the levels were rounded so far that the largest or smallest key lies outside of them, what
+    that rounding can be. sixteen_bits: whether keys are bfloat16; then the lowest level is a key, which was not
+    rounded.
     """
     low, step = (jnp.abs(x[..., 0, :]) for x in _levels(kind, rows))
     most = 2 ** CODED[kind] - 1

@@ -13,7 +13,8 @@ from pallas_kernels.selection.page_index import INDEX_ROWS
 
 
 def selection_width(*, page_size: int, block_size: int, k: int, sink: int, local: int) -> int:
-    """W of the lists that `select_blocks` returns: sink + k + the most local blocks there can be, at least those of a page."""
+    """W of the lists that `select_blocks` returns: sink + k + the most local blocks there can be, at least those of a
+    page."""
     return sink + k + max(local, page_size // block_size)
 
 
@@ -62,8 +63,8 @@ def select_blocks(
 
     Args:
         q: the step's T queries; query t of row b stands at position lengths[b]-T+t.
-        index: `page_index` of every page of the pool, R = `INDEX_ROWS[kind]`. The page of a query's position and later pages may hold
-            anything.
+        index: `page_index` of every page of the pool, R = `INDEX_ROWS[kind]`. The page of a query's position and later
+            pages may hold anything.
         table: logical page -> page id below N, -1 where there is none.
         lengths: tokens written, the T current ones included.
         kind: of the index, "bounds" or "mean".
@@ -73,18 +74,20 @@ def select_blocks(
         local: blocks always read at the end, at least 1.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    A query lists what it would list as the only query of a step, with the later tokens not written yet. So let n = lengths[b]-T+t+1 be the
-    tokens up to its own. Its current block is c = (n-1)//block_size. Its first local block is the earlier of c-local+1 and the first block
-    of the page that its token was written into, and is at least 0; so this page, which is open, is always read. Distant candidates are the
-    blocks from `sink` up to the first local one whose page exists. Of these the k best scores are kept, exactly; of equal scores the lower
-    block. NaN and -inf count as the lowest finite float32: they rank last, but before an empty entry.
+    A query lists what it would list as the only query of a step, with the later tokens not written yet. So let n =
+    lengths[b]-T+t+1 be the tokens up to its own. Its current block is c = (n-1)//block_size. Its first local block is
+    the earlier of c-local+1 and the first block of the page that its token was written into, and is at least 0; so this
+    page, which is open, is always read. Distant candidates are the blocks from `sink` up to the first local one whose
+    page exists. Of these the k best scores are kept, exactly; of equal scores the lower block. NaN and -inf count as
+    the lowest finite float32: they rank last, but before an empty entry.
 
-    Scores, in float32: "bounds" sums max(q_d * max_d, q_d * min_d) over d per query head and takes the maximum over the group's heads: an
-    upper bound of every dot product with the block (Quest, ICML 2024; bounds must be finite). "mean" is the dot product of the group's mean
-    query with the block's mean key.
+    Scores, in float32: "bounds" sums max(q_d * max_d, q_d * min_d) over d per query head and takes the maximum over the
+    group's heads: an upper bound of every dot product with the block (Quest, ICML 2024; bounds must be finite). "mean"
+    is the dot product of the group's mean query with the block's mean key.
 
-    Returns ids `[B, T, K, W]` int32: sink, distant, local, ascending, each block once, -1 at the end. W = `selection_width(...)`, whatever
-    M is. All are -1 where n is 0 or less. Memory: the index rows that the tables name, B * M pages.
+    Returns ids `[B, T, K, W]` int32: sink, distant, local, ascending, each block once, -1 at the end. W =
+    `selection_width(...)`, whatever M is. All are -1 where n is 0 or less. Memory: the index rows that the tables name,
+    B * M pages.
 
     Raises ValueError for shapes, dtypes or sizes that do not fit together.
     """

@@ -1,11 +1,12 @@
-"""The k best of many integer keys in shared memory, exactly, of equal keys the lower place: selection by counting, by one CTA.
+"""The k best of many integer keys in shared memory, exactly, of equal keys the lower place: selection by counting, by
+one CTA.
 
-The threads divide the keys among themselves and count them by intervals of their range. The interval that holds the k-th best is the next
-range, until exactly k keys reach its start. If equal keys prevent that, the place up to which they are taken is found in the same way.
-Ballots number the chosen keys, in order of place.
+The threads divide the keys among themselves and count them by intervals of their range. The interval that holds the
+k-th best is the next range, until exactly k keys reach its start. If equal keys prevent that, the place up to which
+they are taken is found in the same way. Ballots number the chosen keys, in order of place.
 
-(Tried on an H200: bisecting a threshold by counting takes about as long with two keys per thread. These take longer: every warp holds all
-keys and tries its own threshold; 512 intervals a round.)
+(Tried on an H200: bisecting a threshold by counting takes about as long with two keys per thread. These take longer:
+every warp holds all keys and tries its own threshold; 512 intervals a round.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ NO_KEY = -(2**31)
 LOWEST = float(np.finfo(np.float32).min)
 
 BINS = 256
-"""Intervals of a round. Three sets of counters take turns: one counts, slow warps still read one, and one is set to 0."""
+"""Intervals of a round. Three sets of counters take turns: one counts, slow warps still read one, and one is set to
+0."""
 
 SCRATCH_WORDS = 3 * BINS + 64
 MAX_PER_THREAD = 96
@@ -38,11 +40,12 @@ def key_of(score):
 
 
 def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable, even: bool = False):
-    """Call `keep(place, key, slot)`, in the thread that holds it, for each of the k best of the first `count` keys (at most `most`).
+    """Call `keep(place, key, slot)`, in the thread that holds it, for each of the k best of the first `count` keys (at
+    most `most`).
 
-    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. even: deal out `count` keys evenly; for calls where `count` is
-    mostly far less than `most`. Returns how many are kept (fewer than k only if there are no more candidates) and the rounds of counting.
-    All threads of the CTA call this. counts_s: SCRATCH_WORDS words.
+    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. even: deal out `count` keys evenly; for
+    calls where `count` is mostly far less than `most`. Returns how many are kept (fewer than k only if there are no
+    more candidates) and the rounds of counting. All threads of the CTA call this. counts_s: SCRATCH_WORDS words.
     """
     m = -(-most // threads)
     each = (count + (threads - 1)) // threads if even else lanes.i32(m)
@@ -69,8 +72,9 @@ def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: in
 
 
 def quantile(need, slack, threads: int, keys, counts_s):
-    """A key that at least `need` and at most `need + slack` of all threads' keys reach, if equal keys allow it; the lowest key if there are
-    fewer. Returns it, the lowest and the highest key. counts_s: SCRATCH_WORDS words; a barrier must follow before another use."""
+    """A key that at least `need` and at most `need + slack` of all threads' keys reach, if equal keys allow it; the
+    lowest key if there are fewer. Returns it, the lowest and the highest key. counts_s: SCRATCH_WORDS words; a barrier
+    must follow before another use."""
     low, bits, high = key_range(threads, keys, counts_s)
     nothing = lanes.i32(0)
     found, *_ = _descend(threads, counts_s, keys, low, bits, need, nothing, (nothing, nothing), slack)
@@ -78,7 +82,8 @@ def quantile(need, slack, threads: int, keys, counts_s):
 
 
 def key_range(threads: int, keys, counts_s):
-    """The smallest candidate, how many bits its difference to the largest has, and the largest. Also sets counters to 0."""
+    """The smallest candidate, how many bits its difference to the largest has, and the largest. Also sets counters to
+    0."""
     warps = threads // 32
     smallest = functools.reduce(lanes.minimum, [lanes.where(key == NO_KEY, 2**31 - 1, key) for key in keys])
     extremes = lanes.warp_reduce(smallest, "min"), lanes.warp_reduce(functools.reduce(lanes.maximum, keys), "max")
@@ -93,10 +98,11 @@ def key_range(threads: int, keys, counts_s):
 
 
 def _descend(threads: int, counts_s, keys, low, bits, need, done, turns, slack=0):
-    """Find the largest t such that `need` keys reach it, or an earlier one that at most `need + slack` reach; the lowest key if fewer do.
+    """Find the largest t such that `need` keys reach it, or an earlier one that at most `need + slack` reach; the
+    lowest key if fewer do.
 
-    low, bits: t lies in [low, low + 2^bits). done: 1 if nothing is to be found. turns: of the counters, and how many there were. Returns t,
-    how many keys lie above, whether no more than that (or all) keys reach t, and the next turns.
+    low, bits: t lies in [low, low + 2^bits). done: 1 if nothing is to be found. turns: of the counters, and how many
+    there were. Returns t, how many keys lie above, whether no more than that (or all) keys reach t, and the next turns.
     """
 
     def narrow(low, bits, above, turn):
@@ -122,7 +128,8 @@ def _descend(threads: int, counts_s, keys, low, bits, need, done, turns, slack=0
 
 
 def find_bin(counts_s, turn, need):
-    """Whether the counters add up to `need`; the last counter for which it and those after it do; its count; the sum of those after it.
+    """Whether the counters add up to `need`; the last counter for which it and those after it do; its count; the sum of
+    those after it.
 
     Every warp does the same. A lane adds up a few counters; the first lane has the last ones.
     """

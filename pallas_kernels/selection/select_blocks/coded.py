@@ -1,6 +1,7 @@
 """Log-sum-exp of listed blocks by an index that holds their keys in few bits, for any backend.
 
-Memory traffic: the codes of the listed blocks. Memory: the unpacked keys of a tile of blocks per list; on a CPU, of one row's lists.
+Memory traffic: the codes of the listed blocks. Memory: the unpacked keys of a tile of blocks per list; on a CPU, of one
+row's lists.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pallas_kernels.selection.page_index import coded_keys, index_shape
 from pallas_kernels.xla import key_tiles
 
 TILE = 16
-"""Blocks of a list that are unpacked together. Lists are padded to whole tiles, so that their length changes no bits."""
+"""Blocks of a list that are unpacked together. Lists are padded to whole tiles, so that their length changes no
+bits."""
 
 CPU_TOKENS = 1024
 """Tokens of each list that a CPU unpacks together: in float32 they fit its caches."""
@@ -59,8 +61,8 @@ def _together(q: Float32[Array, "B T K G D"], index, places, kind: str, sm_scale
 
 
 def _row_by_row(q: Float32[Array, "B T K G D"], index, places, kind: str, sm_scale: Scale) -> Float32[Array, "B T K G m"]:
-    """One query's lists after the other, tile by tile up to its last entry, so that a tile stays in the caches. m: whole tiles; what lies
-    behind the last entry means nothing."""
+    """One query's lists after the other, tile by tile up to its last entry, so that a tile stays in the caches. m:
+    whole tiles; what lies behind the last entry means nothing."""
     num_kv_heads, per_page, *block = index.shape[1:]
 
     def read(head, place):

@@ -1,7 +1,8 @@
-"""select_blocks made of two ops: scores as in `xla`, then `top_k` where that has a kernel. XLA's own top-k takes several times as long.
+"""select_blocks made of two ops: scores as in `xla`, then `top_k` where that has a kernel. XLA's own top-k takes
+several times as long.
 
-It takes the calls that this op's kernel refuses: float32, other head dims, tables too long for it. Memory traffic: as `xla`, and the
-scores.
+It takes the calls that this op's kernel refuses: float32, other head dims, tables too long for it. Memory traffic: as
+`xla`, and the scores.
 """
 
 from __future__ import annotations

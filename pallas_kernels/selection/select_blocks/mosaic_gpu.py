@@ -1,13 +1,15 @@
 """select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
 
-1. Score: each warp takes 16 blocks at a time and copies their index rows ahead into its own ring, those of long tables by bulk copies. They
-   are one operand of `mma.m16n8k16`. The query, split into its positive and negative part, is the other; its heads are the 8 columns.
-2. Choose the k best, exactly (`choose`). Up to `AT_ONCE` candidates are dealt out in turn, every score goes to all CTAs (distributed shared
-   memory), and all make the same choice. With more candidates, each CTA takes a span, chooses its best, and sends these to all others,
-   which choose again. Where the table names at most k blocks, all are listed, and nothing is scored.
+1. Score: each warp takes 16 blocks at a time and copies their index rows ahead into its own ring, those of long tables
+   by bulk copies. They are one operand of `mma.m16n8k16`. The query, split into its positive and negative part, is the
+   other; its heads are the 8 columns.
+2. Choose the k best, exactly (`choose`). Up to `AT_ONCE` candidates are dealt out in turn, every score goes to all CTAs
+   (distributed shared memory), and all make the same choice. With more candidates, each CTA takes a span, chooses its
+   best, and sends these to all others, which choose again. Where the table names at most k blocks, all are listed, and
+   nothing is scored.
 
-Memory traffic: each candidate's index rows once (R * D elements), 4 bytes of page table per page, the list. Sources: bounds scoring, Quest
-(ICML 2024). Selection by counting needs no sort and is exact and deterministic.
+Memory traffic: each candidate's index rows once (R * D elements), 4 bytes of page table per page, the list. Sources:
+bounds scoring, Quest (ICML 2024). Selection by counting needs no sort and is exact and deterministic.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from pallas_kernels.selection.select_blocks import choose
 from pallas_kernels.selection.select_blocks.api import Call, selection_width
 
 AT_ONCE = 2048
-"""Up to this many candidates, all CTAs choose once, among all. This saves the choice within their shares. (Faster at 64 and 1024.)"""
+"""Up to this many candidates, all CTAs choose once, among all. This saves the choice within their shares. (Faster at 64
+and 1024.)"""
 
 MAX_DEPTH = 3
 """Most turns of index rows that a warp has in flight."""
 
 MIN_DEPTH_BULK = 2
-"""Bulk copies need more shared memory, since nothing swizzles their rows. With fewer turns in flight they are slower than others."""
+"""Bulk copies need more shared memory, since nothing swizzles their rows. With fewer turns in flight they are slower
+than others."""
 
 PADDING_WORDS = 4
 """After a row that a bulk copy brings: pieces with the same number in 8 consecutive rows lie in different banks."""
@@ -42,8 +46,9 @@ PADDING_WORDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the kernel's code depends on. ctas: of the cluster that serves a (sequence, KV head). depth: turns of 16 index rows
-    that a warp has in flight. threads: of a CTA. bulk: whether index rows come by bulk copies."""
+    """Everything that the kernel's code depends on. ctas: of the cluster that serves a (sequence, KV head). depth:
+    turns of 16 index rows that a warp has in flight. threads: of a CTA. bulk: whether index rows come by bulk
+    copies."""
 
     batch: int
     num_queries: int
@@ -90,7 +95,8 @@ class Shape:
 
     @property
     def column_tiles(self) -> int:
-        """Matrix products of 8 columns. Bounds have a column per query head, means four columns (a float32 in three parts)."""
+        """Matrix products of 8 columns. Bounds have a column per query head, means four columns (a float32 in three
+        parts)."""
         return -(-self.group // 8) if self.kind == "bounds" else 1
 
     @property
@@ -131,7 +137,8 @@ class Shape:
     def with_ring(self, words: int) -> Shape:
         """The same with as many turns as a ring of so many words holds, up to `MAX_DEPTH`; 0 if it cannot hold one.
 
-        Many rows come by bulk copies, of which a thread starts one for each row. Of few rows, the first would come later so.
+        Many rows come by bulk copies, of which a thread starts one for each row. Of few rows, the first would come
+        later so.
         """
         plain, bulk = (dataclasses.replace(self, bulk=each) for each in (False, True))
 
@@ -142,8 +149,9 @@ class Shape:
         return dataclasses.replace(form, depth=depth(form))
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory beside the ring: the query operand, keys, survivors of all CTAs (key, block), distant blocks, the
-        list and its length, counters, and arrivals of bulk copies behind them, because an array of their own takes 1 KB."""
+        """Words of shared memory beside the ring: the query operand, keys, survivors of all CTAs (key, block), distant
+        blocks, the list and its length, counters, and arrivals of bulk copies behind them, because an array of their
+        own takes 1 KB."""
         return {
             "queries_s": self.column_tiles * self.chunks * 128,
             "keys_s": max(self.span, 1),
@@ -183,7 +191,8 @@ def too_many_blocks(s: Shape) -> str | None:
 
 
 def shape_of(call: Call, q, index, table) -> Shape:
-    """The sizes of a call. `depth` is as many turns as shared memory holds, up to `MAX_DEPTH`, and 0 if it cannot hold one."""
+    """The sizes of a call. `depth` is as many turns as shared memory holds, up to `MAX_DEPTH`, and 0 if it cannot hold
+    one."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = index.shape[1]
     ctas = clusters.ctas_per_unit(batch * num_queries * num_kv_heads)
@@ -233,11 +242,12 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 def select(s: Shape, unit, cta, inputs, scratch, meanwhile: Callable = lambda: None) -> tuple:
-    """All stages, by all threads of all CTAs of a cluster. The list is written to `scratch["ids_s"]` of each of them, its length after it.
-    Returns how many sink, distant and local blocks it has.
+    """All stages, by all threads of all CTAs of a cluster. The list is written to `scratch["ids_s"]` of each of them,
+    its length after it. Returns how many sink, distant and local blocks it has.
 
-    unit: row * num_kv_heads + KV head, where a row is a query, sequence * num_queries + its number. cta: number in the cluster. inputs: q,
-    index, page table, lengths. meanwhile: called by all threads while the first index rows come; ends with a barrier.
+    unit: row * num_kv_heads + KV head, where a row is a query, sequence * num_queries + its number. cta: number in the
+    cluster. inputs: q, index, page table, lengths. meanwhile: called by all threads while the first index rows come;
+    ends with a barrier.
     """
     q_ref, index_ref, table_ref, lengths_ref = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
@@ -274,7 +284,8 @@ def select(s: Shape, unit, cta, inputs, scratch, meanwhile: Callable = lambda: N
 
 
 def tokens_seen(num_queries: int, lengths_ref, row):
-    """Tokens up to and including that of query `row` = sequence * num_queries + its number; 0 where it stands before the sequence."""
+    """Tokens up to and including that of query `row` = sequence * num_queries + its number; 0 where it stands before
+    the sequence."""
     length = lanes.load_global_now(lengths_ref, row // num_queries)
     return lanes.maximum(length - (num_queries - 1) + row % num_queries, 0)
 
@@ -291,7 +302,8 @@ def store_list(s: Shape, unit, cta, ids_ref, ids_s) -> None:
 
 
 def _operand(s: Shape, q_ref, row, head, queries_s) -> None:
-    """The queries as B operands: word w of lane (column g, t) of chunk j holds elements 32j + 8w + 2t, + 1 of column g."""
+    """The queries as B operands: word w of lane (column g, t) of chunk j holds elements 32j + 8w + 2t, + 1 of column
+    g."""
     for start in range(0, s.column_tiles * s.chunks * 32, s.threads):
         i = lanes.thread() + start
         with lanes.when(i < s.column_tiles * s.chunks * 32):
@@ -308,7 +320,8 @@ def _query_words(s: Shape, q_ref, row, head, member, d):
 
 
 def _bounds_column(s: Shape, q_ref, row, head, column, d):
-    """max(q, 0) for the maxima, min(q, 0) for the minima: their products add up to the bound. Columns past the group repeat its last."""
+    """max(q, 0) for the maxima, min(q, 0) for the minima: their products add up to the bound. Columns past the group
+    repeat its last."""
     minima = d >= s.head_dim
     words = _query_words(s, q_ref, row, head, lanes.minimum(column, s.group - 1), lanes.where(minima, d - s.head_dim, d))
     kind = "bf16x2" if s.dtype == "bfloat16" else "f16x2"
@@ -318,8 +331,8 @@ def _bounds_column(s: Shape, q_ref, row, head, column, d):
 
 
 def _mean_column(s: Shape, q_ref, row, head, column, d):
-    """The group's mean query in float32, as the sum of three numbers of the storage type. Each has its own column, the fourth column is 0,
-    and the four are repeated once."""
+    """The group's mean query in float32, as the sum of three numbers of the storage type. Each has its own column, the
+    fourth column is 0, and the four are repeated once."""
     part = column % 4
 
     def add(member, *total):
@@ -342,9 +355,9 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
 def _score(s: Shape, of_row, shared, operand, meanwhile, first, stride, end, put) -> None:
     """Scores of candidates. In turn n a warp takes 16 blocks from `first + n * stride` on, those below `end`.
 
-    of_row: index, page table, row, KV head. shared: the query operand, the warps' rings, their arrivals. operand: makes the first and the
-    last, by all threads. put: called with a block and its key, in four lanes with different `lane % 4`. The key is an
-    order-preserving integer of the score, or NO_KEY where the block's page does not exist.
+    of_row: index, page table, row, KV head. shared: the query operand, the warps' rings, their arrivals. operand: makes
+    the first and the last, by all threads. put: called with a block and its key, in four lanes with different `lane %
+    4`. The key is an order-preserving integer of the score, or NO_KEY where the block's page does not exist.
     """
     (index_ref, table_ref, row, head), (queries_s, ring_s, arrivals) = of_row, shared
     lane = lanes.lane()
@@ -435,7 +448,8 @@ def _meet(s: Shape) -> None:
 
 
 def _list_all(s: Shape, entries, table_ref, candidates, scratch):
-    """Write every block that may be chosen, ascending, to `scratch["distant_s"]`; return their number. Every CTA does the same."""
+    """Write every block that may be chosen, ascending, to `scratch["distant_s"]`; return their number. Every CTA does
+    the same."""
     found = lanes.i32(0)
     for start in range(0, s.blocks, s.threads):
         number = lanes.thread() + start
@@ -451,7 +465,8 @@ def _list_all(s: Shape, entries, table_ref, candidates, scratch):
 
 
 def _choose_at_once(s: Shape, cta, candidates, score, scratch):
-    """Write the k best blocks, ascending, to `scratch["distant_s"]`; return their number. Every CTA gets the keys of all candidates."""
+    """Write the k best blocks, ascending, to `scratch["distant_s"]`; return their number. Every CTA gets the keys of
+    all candidates."""
     keys_s, distant_s = scratch["keys_s"], scratch["distant_s"]
 
     def send(block, key):
@@ -495,7 +510,8 @@ def _choose_twice(s: Shape, cta, candidates, score, scratch):
 
 
 def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s) -> None:
-    """Send the best of this CTA's span, as (key, block), to every CTA of the cluster; NO_KEY where there are fewer than `s.kept`."""
+    """Send the best of this CTA's span, as (key, block), to every CTA of the cluster; NO_KEY where there are fewer than
+    `s.kept`."""
 
     def send(slot, key, block):
         for cta in range(s.ctas):

@@ -1,16 +1,19 @@
 """select_blocks for TPU: one kernel scores the index and lists the best blocks, a query at a time.
 
-Scores. The page table is scalar-prefetched and the index stays in HBM. A grid cell walks the pages before the first local block in tiles of
-`Config.tile_rows` index rows, with one copy of `[K, P/bs, R, D]` per page into one of two slots in VMEM. While a tile is scored, the next
-is being copied. As in `xla.py`, bounds are scored by one matrix product: sum_d max(q_d max_d, q_d min_d) = relu(q) . max + min(q, 0) . min.
-The rows of an index page, as they lie, are the columns of the product; a block's score stands in the column of its first row.
+Scores. The page table is scalar-prefetched and the index stays in HBM. A grid cell walks the pages before the first
+local block in tiles of `Config.tile_rows` index rows, with one copy of `[K, P/bs, R, D]` per page into one of two slots
+in VMEM. While a tile is scored, the next is being copied. As in `xla.py`, bounds are scored by one matrix product:
+sum_d max(q_d max_d, q_d min_d) = relu(q) . max + min(q, 0) . min. The rows of an index page, as they lie, are the
+columns of the product; a block's score stands in the column of its first row.
 
-Exact top-k. A score becomes an int32 in the same order, or the least int32 where the block is no candidate. The k-th best is found bit by
-bit by counting, in 32 passes over the scores in VMEM. The kernel writes the list in ascending order. Each of k times it takes the lowest
-block that is after the last one found and scores above the k-th best, or equal to it while ties may still be kept. There is no sort.
+Exact top-k. A score becomes an int32 in the same order, or the least int32 where the block is no candidate. The k-th
+best is found bit by bit by counting, in 32 passes over the scores in VMEM. The kernel writes the list in ascending
+order. Each of k times it takes the lowest block that is after the last one found and scores above the k-th best, or
+equal to it while ties may still be kept. There is no sort.
 
-Memory traffic, per query: the index of the pages before the first local block that the table names, once, `K * P/bs * R * D * itemsize`
-bytes each. Vector memory: 4 bytes per index row of the table and KV head, plus two tiles. All heads and queries are independent.
+Memory traffic, per query: the index of the pages before the first local block that the table names, once, `K * P/bs * R
+* D * itemsize` bytes each. Vector memory: 4 bytes per index row of the table and KV head, plus two tiles. All heads and
+  queries are independent.
 
 Source: Quest (ICML 2024) for bounds; "Attention Pays Its Bill" (BRL-2026-07) for the list.
 """
@@ -37,8 +40,8 @@ _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_rows: index rows per KV head that are copied and scored together, rounded down to whole pages and a multiple of 128, but at
-    least the smallest such number."""
+    """tile_rows: index rows per KV head that are copied and scored together, rounded down to whole pages and a multiple
+    of 128, but at least the smallest such number."""
 
     tile_rows: int = 512
 
@@ -49,8 +52,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Values known at compile time. query_rows: rows of q per query (G, or 1 for the mean). rows: these, padded to whole tiles. index_rows:
-    of a block. page_rows: of a page. per_page: blocks of a page. width: of the page table."""
+    """Values known at compile time. query_rows: rows of q per query (G, or 1 for the mean). rows: these, padded to
+    whole tiles. index_rows: of a block. page_rows: of a page. per_page: blocks of a page. width: of the page table."""
 
     kind: str
     kv_heads: int
@@ -121,7 +124,8 @@ def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | N
 
 
 def vmem_bytes(sizes: _Sizes, q, index) -> int:
-    """The scores; both slots, row pairs padded to tiles; q and the list, double-buffered; a head's rows in float32 and their products."""
+    """The scores; both slots, row pairs padded to tiles; q and the list, double-buffered; a head's rows in float32 and
+    their products."""
     head_dim, heads, wide = q.shape[3], padded(sizes.kv_heads, SUBLANES), 4
     scores = wide * sizes.tiles * heads * padded(sizes.tile_rows, LANES)
     slots = 2 * sizes.kv_heads * sizes.tile_rows * head_dim * index.dtype.itemsize
@@ -188,7 +192,8 @@ def scratch(sizes: _Sizes, index) -> list:
 
 
 def list_blocks(sizes: _Sizes, table, lengths, q, index, out, slots, keys, arrived):
-    """One query. Scratch: slots of index pages, the scores as ordered integers `[tiles, K, tile_rows]`, a semaphore per slot."""
+    """One query. Scratch: slots of index pages, the scores as ordered integers `[tiles, K, tile_rows]`, a semaphore per
+    slot."""
     sequence, query = div(pl.program_id(0), sizes.num_queries), rem(pl.program_id(0), sizes.num_queries)
     length = jnp.maximum(lengths[sequence] - (sizes.num_queries - 1) + query, 0)  # tokens up to the query's own
     last = jnp.where(length > 0, div(length - 1, sizes.block_size), -1)
@@ -267,7 +272,8 @@ class _Pages:
         self._each(tile, lambda i, page: self.copy(slot, i, page).start(), when_there=True)
 
     def wait(self, tile, slot):
-        """Wait for all copies that `start` started. A slot has one semaphore for all its copies, so single copies cannot be waited for."""
+        """Wait for all copies that `start` started. A slot has one semaphore for all its copies, so single copies
+        cannot be waited for."""
         self._each(tile, lambda i, page: self.copy(slot, i, page).wait(), when_there=True)
 
     def strike(self, tile, keys):
@@ -281,7 +287,8 @@ class _Pages:
 
 
 def _scores(sizes: _Sizes, q, rows):
-    """`[1, tile_rows]` float32: the score of each block in the column of its first index row, NaN and -inf as the lowest finite number.
+    """`[1, tile_rows]` float32: the score of each block in the column of its first index row, NaN and -inf as the
+    lowest finite number.
 
     Other columns, and those of pages that were not copied, hold anything.
     """
@@ -307,7 +314,8 @@ def _ordered(score):
 
 
 def _threshold(sizes: _Sizes, keys, tiles):
-    """Per head, `[K, 1]`: the k-th best score, how many blocks of exactly that score are kept, how many blocks in all."""
+    """Per head, `[K, 1]`: the k-th best score, how many blocks of exactly that score are kept, how many blocks in
+    all."""
 
     def count(test):
         def step(tile, counts):

@@ -1,4 +1,5 @@
-"""select_blocks by definition: a block is listed if it is sink or local, or if fewer than k distant candidates beat it."""
+"""select_blocks by definition: a block is listed if it is sink or local, or if fewer than k distant candidates beat
+it."""
 
 from __future__ import annotations
 

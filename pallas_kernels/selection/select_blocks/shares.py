@@ -13,8 +13,8 @@ from jaxtyping import Array, Float32
 def block_shares(
     near: Float32[Array, "B T H"], found: Float32[Array, "B T H n"], kv_heads: int, *, total: Float32[Array, "B T H"] | None = None
 ) -> tuple[Float32[Array, "B T K n"], Float32[Array, "B T K"]]:
-    """Log of the share of attention that each block gets, and that of the keys that are always read, each summed over the query heads of a
-    KV head. So a query head that attends to the always-read keys alone has no vote about blocks.
+    """Log of the share of attention that each block gets, and that of the keys that are always read, each summed over
+    the query heads of a KV head. So a query head that attends to the always-read keys alone has no vote about blocks.
 
     Args:
         near: log-sum-exp of the scaled logits of sink and local keys, per query head; heads of one KV head adjacent.

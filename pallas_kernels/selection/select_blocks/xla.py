@@ -1,8 +1,8 @@
 """select_blocks for any backend.
 
-Scores are one matrix product per KV head. Since sum_d max(q_d max_d, q_d min_d) = relu(q) . max - relu(-q) . min, the two rows of the
-bounds side by side are multiplied by the two halves of the query. Memory traffic: the index of the B * M pages that the tables name, read
-once.
+Scores are one matrix product per KV head. Since sum_d max(q_d max_d, q_d min_d) = relu(q) . max - relu(-q) . min, the
+two rows of the bounds side by side are multiplied by the two halves of the query. Memory traffic: the index of the B *
+M pages that the tables name, read once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def score_blocks(
 def score_listed(
     q: Float[Array, "B T H D"], index: Float[Array, "N K nb R D"], places: Int[Array, "B T K W"], *, kind: str
 ) -> Float[Array, "B T K W"]:
-    """Score of listed blocks, as `score_blocks` scores them. places: page * nb + block within the page; scores of -1 mean nothing."""
+    """Score of listed blocks, as `score_blocks` scores them. places: page * nb + block within the page; scores of -1
+    mean nothing."""
     batch, num_queries, num_kv_heads, width = places.shape
     at, per_page = jnp.maximum(places, 0), index.shape[2]
     read = index[at // per_page, jnp.arange(num_kv_heads)[:, None], at % per_page].reshape(-1, 1, 1, *index.shape[3:])

@@ -62,18 +62,20 @@ def select_tiles(
 ) -> Int[Array, "B C H W"]:
     """Per tile of queries and query head, the k distant blocks that its queries may pay the most attention to.
 
-    Query t at position p bounds its logit with any key of a block that begins at or before p by sm_scale * (max(q, 0) . max_keys + min(q,
-    0) . min_keys). The softmax over these blocks is what the query may pay each of them. A tile of `query_tile` queries pays a block the
-    sum of that over its queries (pooling "sum"), or their maximum ("max").
+    Query t at position p bounds its logit with any key of a block that begins at or before p by sm_scale * (max(q, 0) .
+    max_keys + min(q, 0) . min_keys). The softmax over these blocks is what the query may pay each of them. A tile of
+    `query_tile` queries pays a block the sum of that over its queries (pooling "sum"), or their maximum ("max").
 
-    Candidates of a tile are blocks that hold a key which its last query may see, except those that lie wholly in the first window[0] tokens
-    (sinks) or in that query's last window[1] tokens: `block_sparse_attention` reads those anyway.
+    Candidates of a tile are blocks that hold a key which its last query may see, except those that lie wholly in the
+    first window[0] tokens (sinks) or in that query's last window[1] tokens: `block_sparse_attention` reads those
+    anyway.
 
     Args:
-        q: T consecutive tokens of each sequence, the first at position starts[b]; those at or past lengths[b] are padding.
-        bounds: the elementwise max and min of the keys of each block, per page (`page_index`, kind "bounds"), the chunk's own pages
-            included. Only blocks of sealed pages count: pages that `lengths` tokens fill whole and that the table names. The rows of other
-            pages may hold anything, NaN too.
+        q: T consecutive tokens of each sequence, the first at position starts[b]; those at or past lengths[b] are
+            padding.
+        bounds: the elementwise max and min of the keys of each block, per page (`page_index`, kind "bounds"), the
+            chunk's own pages included. Only blocks of sealed pages count: pages that `lengths` tokens fill whole and
+            that the table names. The rows of other pages may hold anything, NaN too.
         table, starts, lengths: int32, as for `flash_attention`.
         k: blocks to list, at least 1.
         block_size: tokens, divides the page.
@@ -83,13 +85,14 @@ def select_tiles(
         sm_scale: positive, multiplies logits; or a `pallas_kernels.core.soft_cap.SoftCap`.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, -1 at the end where there are
-    fewer candidates; of equal scores the lower block is kept. Blocks ascend. If `ranked`, the best stands first, of equal ones the lower,
-    so that the first n of a list are the list for k = n. Scores are float32, so implementations may differ where two blocks differ by
-    rounding. Each implementation gives the same bits every time. Memory: the bounds that a sequence's table names, and C x H x M * nb
-    float32: the scores per tile, never per query.
+    Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, -1 at the
+    end where there are fewer candidates; of equal scores the lower block is kept. Blocks ascend. If `ranked`, the best
+    stands first, of equal ones the lower, so that the first n of a list are the list for k = n. Scores are float32, so
+    implementations may differ where two blocks differ by rounding. Each implementation gives the same bits every time.
+    Memory: the bounds that a sequence's table names, and C x H x M * nb float32: the scores per tile, never per query.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
     Source: bounds of Quest (Tang et al., ICML 2024), for every query of a tile rather than for one.
     """

@@ -1,16 +1,19 @@
-"""select_tiles in Pallas Mosaic GPU (Hopper): a CTA per tile of 128 queries and head walks twice over the bounds of all earlier blocks.
+"""select_tiles in Pallas Mosaic GPU (Hopper): a CTA per tile of 128 queries and head walks twice over the bounds of all
+earlier blocks.
 
-A query's bound of a block is one product: its positive and its negative part, side by side, with the block's maxima and minima, side by
-side. The first walk has queries as rows: each of two warpgroups folds the bounds of its 64 queries into their log-sum-exps. The second walk
-has blocks as rows: a warpgroup takes 64 of each tile of 128 blocks, and the sum along a row is what all 128 queries may pay that block. It
-is written once and in a fixed order, -inf where a block is no candidate. A third warpgroup copies tiles of bounds into a ring by TMA.
-`top_k` finds the k best of a tile. It reads only the blocks before the tile's window.
+A query's bound of a block is one product: its positive and its negative part, side by side, with the block's maxima and
+minima, side by side. The first walk has queries as rows: each of two warpgroups folds the bounds of its 64 queries into
+their log-sum-exps. The second walk has blocks as rows: a warpgroup takes 64 of each tile of 128 blocks, and the sum
+along a row is what all 128 queries may pay that block. It is written once and in a fixed order, -inf where a block is
+no candidate. A third warpgroup copies tiles of bounds into a ring by TMA. `top_k` finds the k best of a tile. It reads
+only the blocks before the tile's window.
 
-Before the kernel, the bounds that a table names are gathered: 1/64 of the keys' bytes. Then a tile of 128 blocks is one copy. Blocks
-without a sealed page get bounds there to which no query pays anything (`xla.table_bounds`).
+Before the kernel, the bounds that a table names are gathered: 1/64 of the keys' bytes. Then a tile of 128 blocks is one
+copy. Blocks without a sealed page get bounds there to which no query pays anything (`xla.table_bounds`).
 
-Memory traffic: bounds once in, once out; twice per tile of queries, mostly from L2; queries once; a tile's scores out and in. Source:
-bounds of Quest (Tang et al., ICML 2024); log-sum-exps and overlap as in FlashAttention-3 (arXiv 2407.08608).
+Memory traffic: bounds once in, once out; twice per tile of queries, mostly from L2; queries once; a tile's scores out
+and in. Source: bounds of Quest (Tang et al., ICML 2024); log-sum-exps and overlap as in FlashAttention-3 (arXiv
+2407.08608).
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class Shape:
         return 2 if self.head_dim == 128 else 4
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers: queries' positive and negative parts, and the ring of maxima, minima and `admitted_blocks`."""
+        """Shared memory and barriers: queries' positive and negative parts, and the ring of maxima, minima and
+        `admitted_blocks`."""
         queries = plgpu.SMEM((TILE, self.head_dim), self.dtype, transforms=SWIZZLED)
         bounds = plgpu.SMEM((self.stages, TILE, self.head_dim), self.dtype, transforms=SWIZZLED)
         return {
@@ -123,7 +127,8 @@ def _select(call: Call, q, bounds, table, starts, lengths):
 
 
 def admitted_blocks(there, first: int, columns: int):
-    """A term added to what tiles pay the blocks, `[B, columns]` float32: 0, or -inf for blocks that are missing or before `first`."""
+    """A term added to what tiles pay the blocks, `[B, columns]` float32: 0, or -inf for blocks that are missing or
+    before `first`."""
     there = jnp.pad(there, ((0, 0), (0, columns - there.shape[1])))
     return jnp.where(there & (jnp.arange(columns, dtype=jnp.int32) >= first), 0.0, -jnp.inf)
 
@@ -183,7 +188,8 @@ def _meet(scratch) -> None:
 
 
 def _products(slot, scratch, a, b):
-    """The bounds `[64, 128]` of rows a with rows b. Each is a pair of references; the products of corresponding references are added."""
+    """The bounds `[64, 128]` of rows a with rows b. Each is a pair of references; the products of corresponding
+    references are added."""
 
     def multiply(acc_ref):
         for left, right in zip(a, b, strict=True):
@@ -196,14 +202,16 @@ def _products(slot, scratch, a, b):
 
 
 def _seen(s: Shape, x, block, query, blocks_axis: int, sealed):
-    """Bounds with -inf where a block begins after a query or has no sealed page. block, query: numbers of the first of each."""
+    """Bounds with -inf where a block begins after a query or has no sealed page. block, query: numbers of the first of
+    each."""
     blocks = block + plgpu.broadcasted_iota(jnp.int32, x.shape, blocks_axis, layout=LAYOUT)
     queries = query + plgpu.broadcasted_iota(jnp.int32, x.shape, 1 - blocks_axis, layout=LAYOUT)
     return jnp.where((blocks * s.block_size <= queries) & (blocks < sealed), x, -jnp.inf)
 
 
 def _measure(s: Shape, steps, first, sealed, warpgroup, scratch):
-    """The first walk, by a folding warpgroup: log-sum-exps of its 64 queries' bounds, in log2 units. first: its first query's position."""
+    """The first walk, by a folding warpgroup: log-sum-exps of its 64 queries' bounds, in log2 units. first: its first
+    query's position."""
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
     queries = scratch["positive_s"].at[own], scratch["negative_s"].at[own]
     factor = s.sm_scale * LOG2E
@@ -224,7 +232,8 @@ def _measure(s: Shape, steps, first, sealed, warpgroup, scratch):
 
 
 def _pay(s: Shape, steps, first, sealed, warpgroup, place, scratch, paid_ref) -> None:
-    """The second walk, by a folding warpgroup: what the tile's queries may pay its 64 of every 128 blocks. first: the tile's position."""
+    """The second walk, by a folding warpgroup: what the tile's queries may pay its 64 of every 128 blocks. first: the
+    tile's position."""
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
     queries = scratch["positive_s"], scratch["negative_s"]
     paid_s, (row, head, tile), factor = scratch["paid_s"].at[warpgroup], place, s.sm_scale * LOG2E
@@ -251,9 +260,11 @@ def _pay(s: Shape, steps, first, sealed, warpgroup, place, scratch, paid_ref) ->
 
 
 def launch(s: Shape, interpret=None):
-    """The kernel, as a function of (padded queries, rows `[B, K, S, 2 * D]`, `admitted_blocks` `[B, S]`, starts, lengths, sealed blocks).
+    """The kernel, as a function of (padded queries, rows `[B, K, S, 2 * D]`, `admitted_blocks` `[B, S]`, starts,
+    lengths, sealed blocks).
 
-    It returns what tiles pay admitted blocks, -inf for others, `[B, H, C, S]` float32. Blocks that no query of a tile sees are not written.
+    It returns what tiles pay admitted blocks, -inf for others, `[B, H, C, S]` float32. Blocks that no query of a tile
+    sees are not written.
     """
 
     def select_tiles_kernel(q_ref, rows_ref, admitted_ref, *refs, **scratch):

@@ -1,14 +1,15 @@
-"""select_tiles for TPU: each tile of queries and head walks twice over the bounds of all earlier blocks. Then the k best of its scores are
-taken.
+"""select_tiles for TPU: each tile of queries and head walks twice over the bounds of all earlier blocks. Then the k
+best of its scores are taken.
 
-The bounds that a table names are gathered first, as in `xla.py`. The grid is (B, H, C, 2, steps). For each tile of queries, the first walk
-folds `BLOCK_TILE` bounds per step into the queries' log-sum-exps. Each step of the second walk writes what the tile pays `BLOCK_TILE`
-blocks. While a tile of bounds is scored, the next is being copied. Steps past the tile's last query, or past the last sealed page, name the
-tile of bounds that is already there, so that nothing is copied, multiplied or written.
+The bounds that a table names are gathered first, as in `xla.py`. The grid is (B, H, C, 2, steps). For each tile of
+queries, the first walk folds `BLOCK_TILE` bounds per step into the queries' log-sum-exps. Each step of the second walk
+writes what the tile pays `BLOCK_TILE` blocks. While a tile of bounds is scored, the next is being copied. Steps past
+the tile's last query, or past the last sealed page, name the tile of bounds that is already there, so that nothing is
+copied, multiplied or written.
 
-Memory traffic: bounds once in, once out, then twice per tile of queries and head, up to the tile's last query; queries once; a tile's
-scores out and in. Memory needed: the bounds that the tables name, and the tiles' scores `[B, H, C, S]` float32. Source: bounds of Quest
-(Tang et al., ICML 2024); online log-sum-exps as in FlashAttention (arXiv 2205.14135).
+Memory traffic: bounds once in, once out, then twice per tile of queries and head, up to the tile's last query; queries
+once; a tile's scores out and in. Memory needed: the bounds that the tables name, and the tiles' scores `[B, H, C, S]`
+float32. Source: bounds of Quest (Tang et al., ICML 2024); online log-sum-exps as in FlashAttention (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SUBLANES, VMEM_BYTES
 from pallas_kernels.xla import online_softmax
 
 BLOCK_TILE = 256
-"""Blocks whose bounds are copied and scored together. It does not depend on the table's width, so a row's bits do not either."""
+"""Blocks whose bounds are copied and scored together. It does not depend on the table's width, so a row's bits do not
+either."""
 
 
 def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
@@ -47,7 +49,8 @@ def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
 
 
 def _vmem_bytes(q, bounds, query_tile: int) -> int:
-    """Queries, bounds and scores, double-buffered; the log-sum-exps; queries and bounds in float32, and the arrays computed from them."""
+    """Queries, bounds and scores, double-buffered; the log-sum-exps; queries and bounds in float32, and the arrays
+    computed from them."""
     head_dim, wide = q.shape[3], 4
     moved = 2 * (query_tile * head_dim * q.dtype.itemsize + BLOCK_TILE * (2 * head_dim * bounds.dtype.itemsize + SUBLANES * wide))
     computed = wide * (3 * query_tile * head_dim + 2 * BLOCK_TILE * head_dim + 4 * query_tile * BLOCK_TILE)
@@ -110,7 +113,8 @@ def _select(call: Call, q, bounds, table, starts, lengths, *, interpret):
 
 
 def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed):
-    """The position of a tile's first query, how many blocks its queries may see, and how many tiles of bounds these fill."""
+    """The position of a tile's first query, how many blocks its queries may see, and how many tiles of bounds these
+    fill."""
     first = starts[row] + tile * query_tile
     last = jnp.minimum(first + query_tile, lengths[row]) - 1
     blocks = jnp.where(last < first, 0, jnp.minimum(div(last, block_size) + 1, sealed[row]))
@@ -118,7 +122,8 @@ def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed)
 
 
 def _kernel(reach, block_size: int, pooling: str, sm_scale: float, starts, lengths, sealed, q, rows, paid, top, total):
-    """One step of a walk. Scratch: the queries' greatest bound (in the second walk their log-sum-exp) and their sum of exponentials.
+    """One step of a walk. Scratch: the queries' greatest bound (in the second walk their log-sum-exp) and their sum of
+    exponentials.
 
     Scores of blocks that no query of the tile sees are not written, or 0.
     """

@@ -13,7 +13,8 @@ from pallas_kernels.selection.select_tiles.api import Call
 
 
 def paid_by(query, bounds, begins, position, sm_scale):
-    """What one query may pay each block: softmax over the blocks that begin at or before it. query [D], bounds [S, 2, D], begins [S]."""
+    """What one query may pay each block: softmax over the blocks that begin at or before it. query [D], bounds [S, 2,
+    D], begins [S]."""
     logits = (np.maximum(query, 0) * bounds[:, 0] + np.minimum(query, 0) * bounds[:, 1]).sum(-1)
     if isinstance(sm_scale, SoftCap):
         logits = sm_scale.cap * np.tanh(logits * (sm_scale.factor / sm_scale.cap))

@@ -1,8 +1,9 @@
-"""select_tiles for any backend: two walks over the sequence's bounds, a tile of blocks at a time, then the k best of each tile's scores.
+"""select_tiles for any backend: two walks over the sequence's bounds, a tile of blocks at a time, then the k best of
+each tile's scores.
 
-The first walk finds every query's log-sum-exp of its bounds; the second finds what each tile of queries pays each block. Memory traffic:
-the bounds of a sequence twice per span of queries. Memory needed: the bounds that the tables name, the bounds of `QUERY_SPAN` queries
-against `BLOCK_TILE` blocks in every head, float32, and the tiles' scores.
+The first walk finds every query's log-sum-exp of its bounds; the second finds what each tile of queries pays each
+block. Memory traffic: the bounds of a sequence twice per span of queries. Memory needed: the bounds that the tables
+name, the bounds of `QUERY_SPAN` queries against `BLOCK_TILE` blocks in every head, float32, and the tiles' scores.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def select_tiles(call: Call, q, bounds, table, starts, lengths):
 
 
 def table_bounds(bounds, table, there: Bool[Array, "B S"], more: int) -> Float[Array, "B K S+more 2*D"]:
-    """The bounds of each table's blocks, in order, maxima beside minima. Blocks that are not there, and `more` blocks after them, get a
-    maximum so low and a minimum so high that only a query of 0 can pay them anything."""
+    """The bounds of each table's blocks, in order, maxima beside minima. Blocks that are not there, and `more` blocks
+    after them, get a maximum so low and a minimum so high that only a query of 0 can pay them anything."""
     batch, head_dim = table.shape[0], bounds.shape[4]
     rows = bounds[jnp.maximum(table, 0)].swapaxes(1, 2).reshape(batch, bounds.shape[1], -1, 2 * head_dim)
     far = jnp.asarray(jnp.finfo(bounds.dtype).max / 4, bounds.dtype)
@@ -96,7 +97,8 @@ def listed(best: Float[Array, "*rows W"], ids: Int[Array, "*rows W"], ranked: bo
 
 
 def _paid(q, rows, query_pos, per_tile: int, call: Call) -> Float[Array, "K G*C S"]:
-    """What the tiles of q `[K, G * T, D]` pay the blocks of rows `[K, S, 2 * D]`; query_pos `[G * T]` is -1 for padding."""
+    """What the tiles of q `[K, G * T, D]` pay the blocks of rows `[K, S, 2 * D]`; query_pos `[G * T]` is -1 for
+    padding."""
     split = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
     steps = jnp.minimum(-(-(query_pos.max() // call.block_size + 1) // per_tile), rows.shape[1] // per_tile)
 

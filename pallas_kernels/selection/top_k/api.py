@@ -33,34 +33,36 @@ def top_k(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """The k best of the first lengths[b] scores of each row b: by value, of equal values the lower index. Exact for every input.
+    """The k best of the first lengths[b] scores of each row b: by value, of equal values the lower index. Exact for
+    every input.
 
     NaN ranks below every number, -inf included. NaNs are equal among themselves; -0 equals +0.
 
     Args:
         scores: float32, bfloat16 or float16. Scores at or past a row's length are not read.
         k: at least 1, may exceed N.
-        hint: int32, indices that may be good, such as those of the step before. They may be stale, random, repeated, -1 or out of range.
-            They may change how long the op takes, never its result. "mosaic_gpu" reads them with `Config(start="hint")`, and starts from a
-            sample of the row otherwise, which was the faster start. The other implementations never read them.
-        lengths: int32, each from 0 to N (None: all of N). Other lengths are the caller's error, and that row's results then mean nothing. A
-            compiled program cannot raise this error; it is raised where lengths are a numpy array.
-        sort: False returns each row in ascending order of index, which is what a gather wants. True returns the best first, of equal values
-            the lower index first.
+        hint: int32, indices that may be good, such as those of the step before. They may be stale, random, repeated, -1
+            or out of range. They may change how long the op takes, never its result. "mosaic_gpu" reads them with
+            `Config(start="hint")`, and starts from a sample of the row otherwise, which was the faster start. The other
+            implementations never read them.
+        lengths: int32, each from 0 to N (None: all of N). Other lengths are the caller's error, and that row's results
+            then mean nothing. A compiled program cannot raise this error; it is raised where lengths are a numpy array.
+        sort: False returns each row in ascending order of index, which is what a gather wants. True returns the best
+            first, of equal values the lower index first.
         return_counts: return the third result, which only "mosaic_gpu" has.
         config: "mosaic_gpu" takes a `pallas_kernels.selection.top_k.plan.Config`, the others take none.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    Returns values `[B, k]` in the dtype of scores, with the bits of the row (a NaN keeps its bits, -0 stays -0), and indices `[B, k]`
-    int32. Where a row has fewer than k entries, the last ones are value -inf, index -1, in either order. counts `[B, 7]` int32: passes over
-    the row, candidates, rounds of refinement, then the clock cycles of four phases, as `pallas_kernels.selection.top_k.mosaic_gpu.COUNTS`
-    names them. All results have the same bits every time, except the cycles. Memory: "xla" and "reference" take a few times that of scores,
-    int32.
+    Returns values `[B, k]` in the dtype of scores, with the bits of the row (a NaN keeps its bits, -0 stays -0), and
+    indices `[B, k]` int32. Where a row has fewer than k entries, the last ones are value -inf, index -1, in either
+    order. counts `[B, 7]` int32: passes over the row, candidates, rounds of refinement, then the clock cycles of four
+    phases, as `pallas_kernels.selection.top_k.mosaic_gpu.COUNTS` names them. All results have the same bits every time,
+    except the cycles. Memory: "xla" and "reference" take a few times that of scores, int32.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for what an implementation cannot do.
 
-    Source: "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding": the same set of values, but here ties go to the lower
-    index.
+    Source: "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding": the same set of values, but here ties
+    go to the lower index.
     """
     arrays = dispatch.signature(scores=scores, hint=hint, lengths=lengths)
     if scores.ndim != 2 or 0 in scores.shape:

@@ -1,5 +1,5 @@
-"""Guesses of the Mosaic GPU kernel of `top_k`: the threshold that `search.mark_candidates` tries first, from a sample of the row or from
-hinted places. Source: "Guess-Verify-Refine", section 4.2.1."""
+"""Guesses of the Mosaic GPU kernel of `top_k`: the threshold that `search.mark_candidates` tries first, from a sample
+of the row or from hinted places. Source: "Guess-Verify-Refine", section 4.2.1."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from pallas_kernels.selection.top_k.search import Guess, Share
 
 
 def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
-    """Start loads of scores from all over the row. Returns how many, and for this thread whether each exists, with the words, by place.
+    """Start loads of scores from all over the row. Returns how many, and for this thread whether each exists, with the
+    words, by place.
 
-    The row is cut into as many cells as places are sampled. From each cell, `TOGETHER` scores are taken at a scattered place.
+    The row is cut into as many cells as places are sampled. From each cell, `TOGETHER` scores are taken at a scattered
+    place.
     """
     s = share.s
     units = share.length // TOGETHER
@@ -36,10 +38,10 @@ def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
 def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> Guess:
     """A threshold that enough scores reach for it to be unlikely that one of the k best is missed.
 
-    If c samples lie among the k best on average, the sample of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Of
-    large samples only each thread's best is used, unless the samples are crowded with good ones: of T threads, about T r / (T + r / 2) hold
-    the r best samples if neighbours are not alike. If many more samples than r reach the threshold, neighbours are alike, and the search is
-    repeated at a rank smaller by that factor.
+    If c samples lie among the k best on average, the sample of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an
+    eighth further. Of large samples only each thread's best is used, unless the samples are crowded with good ones: of
+    T threads, about T r / (T + r / 2) hold the r best samples if neighbours are not alike. If many more samples than r
+    reach the threshold, neighbours are alike, and the search is repeated at a rank smaller by that factor.
     """
     s, counts_s = share.s, share.scratch["counts_s"]
     yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
@@ -82,7 +84,8 @@ def _square_root(n: Scalar) -> Scalar:
 
 
 def guess_from_hint(share: Share, hint_ref) -> Guess:
-    """The mean key of the scores at those hinted places that exist, between the lowest and the highest (0 if none exists)."""
+    """The mean key of the scores at those hinted places that exist, between the lowest and the highest (0 if none
+    exists)."""
     s, counts_s = share.s, share.scratch["counts_s"]
     keys, theres = [], []
     for start in range(0, s.k, s.threads):

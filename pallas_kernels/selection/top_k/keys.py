@@ -1,4 +1,5 @@
-"""Scores as integers in the same order, and scores by index. Both use only bits, because as floats some backends make denormals 0."""
+"""Scores as integers in the same order, and scores by index. Both use only bits, because as floats some backends make
+denormals 0."""
 
 from __future__ import annotations
 

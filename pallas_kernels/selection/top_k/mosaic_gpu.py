@@ -1,14 +1,16 @@
 """top_k in Pallas Mosaic GPU (Hopper): guess, verify, refine, by a cluster of CTAs per row.
 
-1. Guess a threshold and verify it (`search`): mark the scores that reach it, at least k and at most `capacity`; mostly in one pass.
+1. Guess a threshold and verify it (`search`): mark the scores that reach it, at least k and at most `capacity`; mostly
+  in one pass.
 2. Collect the marked scores in the shared memory of the cluster's first CTA, in order of place.
-3. Refine: find the k best of them by counting (`select_blocks.choose`), exactly, of equal scores the first; write them in order of place.
+3. Refine: find the k best of them by counting (`select_blocks.choose`), exactly, of equal scores the first; write them
+  in order of place.
 
 In a row of at most `capacity` scores, all are candidates: one CTA, and only step 3.
 
-Memory traffic: the row once (4 N bytes) per pass, nearly always one pass; the sample; the k results. It is three times that where 4 does
-not divide N, because such rows are copied first. Source: "Guess-Verify-Refine", section 4; the cluster, the sample and the bound on passes
-are ours.
+Memory traffic: the row once (4 N bytes) per pass, nearly always one pass; the sample; the k results. It is three times
+that where 4 does not divide N, because such rows are copied first. Source: "Guess-Verify-Refine", section 4; the
+cluster, the sample and the bound on passes are ours.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ def _best_first(values, indices):
 
 
 def rank(s: Shape, row, cta, arrays, scratch) -> None:
-    """The whole kernel, by all threads of all CTAs of a row's cluster. arrays: scores, hint and lengths if there are any, outputs."""
+    """The whole kernel, by all threads of all CTAs of a row's cluster. arrays: scores, hint and lengths if there are
+    any, outputs."""
     scores_ref, *others = arrays
     hint_ref = others.pop(0) if s.start == "hint" else None
     length = lanes.ptx("mov.u32 $0, $1;", lanes.i32(s.row), result="i32")  # compilers would unroll loops whose end they know
@@ -177,7 +180,8 @@ def _take_all(share: search.Share) -> None:
 
 
 def _refine(share: search.Share, total, most: int, outs):
-    """Write the k best of at most `most` candidates to global memory, then -inf and -1. Returns the rounds of counting."""
+    """Write the k best of at most `most` candidates to global memory, then -inf and -1. Returns the rounds of
+    counting."""
     s, pool_s = share.s, share.scratch["pool_s"]
     values_ref, indices_ref = outs[:2]
     place = {"block": share.row, "block_bytes": 4 * s.k}

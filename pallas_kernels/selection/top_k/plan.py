@@ -1,4 +1,5 @@
-"""How the Mosaic GPU kernel of `top_k` divides a row, and what it keeps in shared memory. The kernel and its replay use these sizes."""
+"""How the Mosaic GPU kernel of `top_k` divides a row, and what it keeps in shared memory. The kernel and its replay use
+these sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MAX_CAPACITY = 12288
 MAX_CTAS = 16
 
 WHOLE = 8192
-"""In a row of up to this many scores, all are candidates, whatever k is: finding a threshold first would take longer."""
+"""In a row of up to this many scores, all are candidates, whatever k is: finding a threshold first would take
+longer."""
 
 MIN_SHARE = 4096
 """Fewest scores per CTA of a cluster: fewer CTAs synchronise faster."""
@@ -46,10 +48,11 @@ STARTS = ("sample", "hint")
 class Config:
     """Choices that change the time, never the result. Raises ValueError for other values.
 
-    start: where the first threshold comes from, "sample" (scores from all over the row) or "hint" (the mean of the hinted scores).
-    capacity: most candidates that are refined, a multiple of 512; None: from k and, for a short row, its length. In a row of at most
-    `capacity` scores, all are candidates: there is no threshold, and one CTA. sample: scores in the sample, a multiple of 2,048; None: from
-    the length of a row. ctas: of the cluster that serves a row, at most 16; None: from the batch and the length of a row.
+    start: where the first threshold comes from, "sample" (scores from all over the row) or "hint" (the mean of the
+    hinted scores). capacity: most candidates that are refined, a multiple of 512; None: from k and, for a short row,
+    its length. In a row of at most `capacity` scores, all are candidates: there is no threshold, and one CTA. sample:
+    scores in the sample, a multiple of 2,048; None: from the length of a row. ctas: of the cluster that serves a row,
+    at most 16; None: from the batch and the length of a row.
     """
 
     start: str = "sample"
@@ -70,7 +73,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the kernel's code depends on. row: scores of a row, a multiple of 4. ctas: of the cluster that serves a row."""
+    """Everything that the kernel's code depends on. row: scores of a row, a multiple of 4. ctas: of the cluster that
+    serves a row."""
 
     batch: int
     row: int
@@ -95,7 +99,8 @@ class Shape:
 
     @property
     def most_candidates(self) -> tuple[int, ...]:
-        """Numbers of candidates for which there is code. Threads spend time on missing candidates too, so there are several."""
+        """Numbers of candidates for which there is code. Threads spend time on missing candidates too, so there are
+        several."""
         steps = {max(1024, -(-(self.k * quarters) // 2048) * 512) for quarters in (7, 9)}  # usually 1.75 k, rarely 2.25 k
         return (*sorted(step for step in steps if step < self.capacity), self.capacity)
 
@@ -131,8 +136,9 @@ class Shape:
 
     @property
     def small_words(self) -> dict[str, int]:
-        """Words of shared memory beside `pool_s`. arrivals_s: for each warp's chunks in flight. masks_s: a bit per score of the share.
-        before_s: candidates before each group. totals_s: of every CTA, alternating between two passes."""
+        """Words of shared memory beside `pool_s`. arrivals_s: for each warp's chunks in flight. masks_s: a bit per
+        score of the share. before_s: candidates before each group. totals_s: of every CTA, alternating between two
+        passes."""
         words = {"counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
         if not self.whole:
             words |= {"arrivals_s": lane_copies.ARRIVAL_WORDS * self.warps * MAX_COPIES}
@@ -141,13 +147,14 @@ class Shape:
 
     @property
     def list_at(self) -> int:
-        """The word of `pool_s` at which the list of places in the share starts. It is after (key, place) of the candidates or, before there
-        are any, the counts of digits of every CTA."""
+        """The word of `pool_s` at which the list of places in the share starts. It is after (key, place) of the
+        candidates or, before there are any, the counts of digits of every CTA."""
         return max(2 * self.capacity, choose.BINS * self.ctas)
 
     @property
     def stays(self) -> bool:
-        """Whether the share stays in shared memory, after the list. If not, it streams through the words of candidates and list."""
+        """Whether the share stays in shared memory, after the list. If not, it streams through the words of candidates
+        and list."""
         room = lanes.shared_words() - sum(self.small_words.values()) - self.list_at - self.capacity
         return not self.whole and self.chunks <= MAX_COPIES and room >= self.turn_words * self.chunks
 
@@ -196,12 +203,14 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
 
 
 def _capacity(k: int, row: int) -> int:
-    """Three times k or, if it is short, the row, rounded up to a power of two; at least 4,096 and at most `MAX_CAPACITY`."""
+    """Three times k or, if it is short, the row, rounded up to a power of two; at least 4,096 and at most
+    `MAX_CAPACITY`."""
     return min(max(4096, _power_of_two(3 * k), _power_of_two(row) if row <= WHOLE else 0), MAX_CAPACITY)
 
 
 def _sample(row: int) -> int:
-    """2,048 scores of a short row. Of others every 128th, rounded up to a power of two, at least 4,096 and at most 16,384."""
+    """2,048 scores of a short row. Of others every 128th, rounded up to a power of two, at least 4,096 and at most
+    16,384."""
     return 2048 if row <= SHORT_ROW else min(max(4096, _power_of_two(row // 128)), 16384)
 
 

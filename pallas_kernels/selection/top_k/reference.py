@@ -1,6 +1,7 @@
 """top_k by definition: order every row completely and stably, take the first k.
 
-A float is a sign and a magnitude, and the bits of the magnitude order as it does. (As floats, denormals become 0 on some backends.)
+A float is a sign and a magnitude, and the bits of the magnitude order as it does. (As floats, denormals become 0 on
+some backends.)
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Stages of the Mosaic GPU kernel of `top_k`: find a threshold that a few more than k scores of a row reach, and list these scores.
+"""Stages of the Mosaic GPU kernel of `top_k`: find a threshold that a few more than k scores of a row reach, and list
+these scores.
 
-Guess (`guesses`): a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster mark
-the scores that reach it, one bit each, and count them. While they are fewer than k or more than fit, the next threshold comes from the
-sample again, by how far off the count was, and then from the secant through the counts. If that does not end, digits are counted, which
-always ends: at last the k-th best score itself is known, and of the scores that equal it the first ones are marked. Marks never overflow,
-however the best scores are clustered, and they keep the row's order.
+Guess (`guesses`): a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of
+the row's cluster mark the scores that reach it, one bit each, and count them. While they are fewer than k or more than
+fit, the next threshold comes from the sample again, by how far off the count was, and then from the secant through the
+counts. If that does not end, digits are counted, which always ends: at last the k-th best score itself is known, and of
+the scores that equal it the first ones are marked. Marks never overflow, however the best scores are clustered, and
+they keep the row's order.
 
-Scores and thresholds are compared as order-preserving integers ("keys"). The secant uses them too, so every number here is an integer, and
-`benchmarks/top_k/replay.py` gets the same numbers. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; marks and digits are ours.
+Scores and thresholds are compared as order-preserving integers ("keys"). The secant uses them too, so every number here
+is an integer, and `benchmarks/top_k/replay.py` gets the same numbers. Source: "Guess-Verify-Refine", sections 4.2.1 to
+4.2.3; marks and digits are ours.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ def score_of(key: Scalar) -> Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Guess:
-    """threshold: the key to try first. low, high: keys that it lies between. another: (scores that reached it) -> another key, None if
-    nothing can give one."""
+    """threshold: the key to try first. low, high: keys that it lies between. another: (scores that reached it) ->
+    another key, None if nothing can give one."""
 
     threshold: Scalar
     low: Scalar
@@ -52,7 +55,8 @@ class Guess:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A CTA's part of a row: `groups` groups of `GROUP` scores from group `first` on. scores_ref: all rows. length: of this row."""
+    """A CTA's part of a row: `groups` groups of `GROUP` scores from group `first` on. scores_ref: all rows. length: of
+    this row."""
 
     s: Shape
     scores_ref: object
@@ -124,8 +128,8 @@ def _fetch_chunk(share: Share, n: Scalar) -> None:
 
 
 def _each_chunk(share: Share, use: Callable, again: Scalar) -> None:
-    """Call `use(first, words)` for each chunk of a warp: the first group, and a function that returns this lane's four consecutive words of
-    group `first + i`. Words past the row's length may be anything; past the share they are 0.
+    """Call `use(first, words)` for each chunk of a warp: the first group, and a function that returns this lane's four
+    consecutive words of group `first + i`. Words past the row's length may be anything; past the share they are 0.
 
     again: 1 if this is not the first pass.
     """
@@ -168,7 +172,8 @@ def sum_of(values: Iterable[Scalar]) -> Scalar:
 
 
 def _mark(share: Share, reaches: Callable, again: Scalar, more: bool = False) -> None:
-    """Set the bit of each score whose word `reaches`; clear the other bits, or keep them if `more`. again: see `_each_chunk`."""
+    """Set the bit of each score whose word `reaches`; clear the other bits, or keep them if `more`. again: see
+    `_each_chunk`."""
     s, masks_s = share.s, share.scratch["masks_s"]
 
     def use(first, words):
@@ -196,8 +201,8 @@ def _clear_past(masks_s, group: Scalar, left: Scalar) -> None:
 
 
 def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-    """Count the marks. Write to `before_s` how many this CTA has before each of its groups. Returns how many the CTAs before it have, how
-    many it has, and all.
+    """Count the marks. Write to `before_s` how many this CTA has before each of its groups. Returns how many the CTAs
+    before it have, how many it has, and all.
 
     turn: a number that differs from that of the call before by an odd number.
     """
@@ -223,7 +228,8 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
 
 
 def put(s: Shape, cta: Scalar | int, ref, offset: Scalar, *words: Scalar) -> None:
-    """Store 1 or 2 words to shared memory of a CTA of the cluster. That CTA runs: Mosaic starts a kernel with a barrier of the cluster."""
+    """Store 1 or 2 words to shared memory of a CTA of the cluster. That CTA runs: Mosaic starts a kernel with a barrier
+    of the cluster."""
     lanes.store_cluster(cta, ref, offset, *words) if s.ctas > 1 else lanes.store_shared(ref, offset, *words)
 
 
@@ -233,8 +239,8 @@ def meet(s: Shape) -> None:
 
 
 def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
-    """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have, how many this one
-    has, all, and the passes over the row."""
+    """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have,
+    how many this one has, all, and the passes over the row."""
     s = share.s
     everything = lanes.where(share.length <= s.capacity, lanes.i32(1), 0)
 
@@ -283,8 +289,8 @@ def target_of(s: Shape) -> int:
 
 
 def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
-    """Narrow the keys that may be the k-th best, 8 bits a pass, until few enough scores reach the lowest of them. Returns as
-    `mark_candidates`."""
+    """Narrow the keys that may be the k-th best, 8 bits a pass, until few enough scores reach the lowest of them.
+    Returns as `mark_candidates`."""
     s = share.s
     nothing, again = lanes.i32(0), lanes.i32(1)
 
@@ -309,7 +315,8 @@ def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
 
 
 def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar, Scalar]:
-    """Count the row's keys in [low, low + 2^bits) by their digit from bit `shift` on. Returns `choose.find_bin` for `need`."""
+    """Count the row's keys in [low, low + 2^bits) by their digit from bit `shift` on. Returns `choose.find_bin` for
+    `need`."""
     s, counts_s, of_ctas = share.s, share.scratch["counts_s"], share.scratch["pool_s"]
     counters = lanes.thread() < choose.BINS
     with lanes.when(counters):

@@ -1,6 +1,8 @@
-"""top_k for any backend: `jax.lax.top_k` of integers that order as the scores do; it takes the lower index of equal ones.
+"""top_k for any backend: `jax.lax.top_k` of integers that order as the scores do; it takes the lower index of equal
+ones.
 
-Memory traffic: the scores are read, and their keys written and sorted (XLA sorts the whole row, except for a few k and dtypes).
+Memory traffic: the scores are read, and their keys written and sorted (XLA sorts the whole row, except for a few k and
+dtypes).
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def union_blocks(
     num_blocks: int | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B U H W"]:
-    """Per tile of `rows` consecutive rows: of the blocks that any of them chose, the k_trim best by mean score or by sum.
+    """Per tile of `rows` consecutive rows: of the blocks that any of them chose, the k_trim best by mean score or by
+    sum.
 
     Args:
         ids: int32, the blocks that each row chose, in any order, each at most once a row, -1 where there is none, as
@@ -50,15 +51,16 @@ def union_blocks(
         num_blocks: all blocks are below this number. The kernel for GPUs needs it; None: unknown.
         implementation: see `pallas_kernels.core.dispatch`.
 
-    A block's score, in float32, is summed over the rows that chose it in the order of the rows, and under "mean" divided by their number. A
-    mean of logarithms does not show how many rows want a block, nor how much. The sum of exp(score - lse), the shares of attention that the
-    rows pay it, does. Of equal scores the lower block is kept. NaN and -inf count as the lowest finite float32: they rank last, but before
-    an empty entry.
+    A block's score, in float32, is summed over the rows that chose it in the order of the rows, and under "mean"
+    divided by their number. A mean of logarithms does not show how many rows want a block, nor how much. The sum of
+    exp(score - lse), the shares of attention that the rows pay it, does. Of equal scores the lower block is kept. NaN
+    and -inf count as the lowest finite float32: they rank last, but before an empty entry.
 
-    Returns blocks `[B, U, H, W]` int32: ascending, each once, -1 at the end. The bits are the same every time, whatever the order of a
-    row's list. Memory: a few times that of the arguments.
+    Returns blocks `[B, U, H, W]` int32: ascending, each once, -1 at the end. The bits are the same every time, whatever
+    the order of a row's list. Memory: a few times that of the arguments.
 
-    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
+    here.
 
     Source: "Measure Once, Mask Once", section 3 (block mask union and trimming) and Algorithm 2.
     """

@@ -1,12 +1,13 @@
-"""union_blocks in Pallas Mosaic GPU (Hopper): a CTA per tile and head numbers the tile's blocks and adds up their scores by number.
+"""union_blocks in Pallas Mosaic GPU (Hopper): a CTA per tile and head numbers the tile's blocks and adds up their
+scores by number.
 
-The blocks of a tile are a set of bits in shared memory. A block's place in the set is its number, so the cost of the rest depends on the
-entries of the tile, however long the sequence is. Rows are added one after another. A row has a block at most once, so its threads never
-add to the same sum, and sums run in the order of the rows. The k_trim best means or sums are found by counting (`select_blocks.choose`), in
-order of number, which is the order of the blocks.
+The blocks of a tile are a set of bits in shared memory. A block's place in the set is its number, so the cost of the
+rest depends on the entries of the tile, however long the sequence is. Rows are added one after another. A row has a
+block at most once, so its threads never add to the same sum, and sums run in the order of the rows. The k_trim best
+means or sums are found by counting (`select_blocks.choose`), in order of number, which is the order of the blocks.
 
-(Measured before: one sum for every block of the sequence. At 1M tokens and blocks of 64 tokens, clearing and searching the sums took nearly
-all the time.)
+(Measured before: one sum for every block of the sequence. At 1M tokens and blocks of 64 tokens, clearing and searching
+the sums took nearly all the time.)
 
 Memory traffic: the lists once. Source: "Measure Once, Mask Once", Algorithm 2.
 """
@@ -161,7 +162,8 @@ def _add(entries, numbers, sums_s, hits_s, of_numbers_s) -> None:
 
 
 def _order(rank: str, count, threads: int, sums_s, keys_s) -> None:
-    """Write to `keys_s`, for each number, a key that orders as the means or sums do. Under "mean", `keys_s` holds the hits before."""
+    """Write to `keys_s`, for each number, a key that orders as the means or sums do. Under "mean", `keys_s` holds the
+    hits before."""
 
     def order(i):
         number = i + lanes.thread()

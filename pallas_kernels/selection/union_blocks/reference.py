@@ -1,4 +1,5 @@
-"""union_blocks by definition, in plain Python: for each tile, a dictionary from block to the scores of the rows that chose it."""
+"""union_blocks by definition, in plain Python: for each tile, a dictionary from block to the scores of the rows that
+chose it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LOWEST = np.finfo(np.float32).min
 
 
 def union(rows: list[list[tuple[int, np.float32]]], k_trim: int, rank: str) -> list[int]:
-    """rows: the (block, score) pairs of each row of a tile, in the order of the rows. Returns the blocks kept, ascending."""
+    """rows: the (block, score) pairs of each row of a tile, in the order of the rows. Returns the blocks kept,
+    ascending."""
     chosen: dict[int, list[np.float32]] = {}
     for row in rows:
         for block, score in row:

@@ -1,8 +1,9 @@
 """union_blocks for any backend: sort a tile's choices by block, add up runs of equal blocks, keep the best runs.
 
-A block comes at most once a row, so a run is at most `rows` long. That many shifted sums add it up, in the order of the rows. There is no
-scatter, so the device cannot change the order. (On GPUs, XLA's float32 division is sometimes off by a last bit, so means that differ by no
-more than that may change places.) Memory traffic: the lists are read, sorted and read again.
+A block comes at most once a row, so a run is at most `rows` long. That many shifted sums add it up, in the order of the
+rows. There is no scatter, so the device cannot change the order. (On GPUs, XLA's float32 division is sometimes off by a
+last bit, so means that differ by no more than that may change places.) Memory traffic: the lists are read, sorted and
+read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Pages that are copied beside the device's programs: to host memory while a chunk computes, back to the device when there is room."""
+"""Pages that are copied beside the device's programs: to host memory while a chunk computes, back to the device when
+there is room."""
 
 import itertools
 from collections import Counter
@@ -40,7 +41,8 @@ def tiered(model, scale: int = 1) -> Engine:
 
 
 def run(engine: Engine, seed: int, count: int = 24) -> list[np.ndarray]:
-    """Random calls, the same for every engine, and the logits that they return. Sequences are freed while pages of theirs are copied."""
+    """Random calls, the same for every engine, and the logits that they return. Sequences are freed while pages of
+    theirs are copied."""
     chunk = engine.prefill_chunk
     random, held, found = np.random.default_rng(seed), [], []
     for _ in range(count):
@@ -173,7 +175,8 @@ def test_a_long_prompt_moves_no_page_before_a_chunk(model, monkeypatch):
 
 
 def test_pages_come_back_when_others_end(model):
-    """The newest ones, until a chunk's pages have room left. Pages that come back leave again when a prompt needs the room."""
+    """The newest ones, until a chunk's pages have room left. Pages that come back leave again when a prompt needs the
+    room."""
     engine = tiered(model)
     (one,), (other,) = engine.prefill([[1] * 100]), engine.prefill([[2] * 100])
     frames = engine._pool.frames["full"]
@@ -198,7 +201,8 @@ def test_pages_come_back_when_others_end(model):
 
 
 def _no_arrival(monkeypatch):
-    """A page changes its frame before its copy is there. The copies begin some programs later, when the old frame may hold another page."""
+    """A page changes its frame before its copy is there. The copies begin some programs later, when the old frame may
+    hold another page."""
     calls = itertools.count(1)
     monkeypatch.setattr(AsyncCopies, "start", lambda moving: None if next(calls) % 5 else moving.arrive())
     monkeypatch.setattr(Pool, "_expect", lambda pool, wait: None)

@@ -1,4 +1,5 @@
-"""Running sequences that are larger than the device: pages in host memory, read in place or through the hot buffer, change no bits."""
+"""Running sequences that are larger than the device: pages in host memory, read in place or through the hot buffer,
+change no bits."""
 
 import collections
 import dataclasses
@@ -161,7 +162,8 @@ def test_pages_in_host_memory_change_no_bits_on_a_gpu(name, part, tmp_path, tota
 
 
 def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], share: float | None, named="needle", seed=3) -> list:
-    """What a model says to questions about long texts, and what it read. share: of the cache on the device; None: all of it."""
+    """What a model says to questions about long texts, and what it read. share: of the cache on the device; None: all
+    of it."""
     model = kvjax.load(named)
     text, tokenizer = encode_text(model.tokenizer, documentation_text()), model.tokenizer
     task = NeedleTask(tokenizer, text, vocabulary_words(tokenizer), distractors=16, prefix_ids=prompt_start(tokenizer))
@@ -260,7 +262,8 @@ def _late_copies(monkeypatch):
 
 MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open_pages_are_kept, _late_copies)
 OF_PROGRAMS = (_open_pages_are_kept, _late_copies)
-"""These change what is compiled; the others change what the host does between programs, so they run the programs of the sound engine."""
+"""These change what is compiled; the others change what the host does between programs, so they run the programs of the
+sound engine."""
 
 
 @pytest.mark.parametrize("mutant", rest_long(MUTANTS, _late_moves))
@@ -332,7 +335,8 @@ def test_a_policy_that_attends_by_an_op_of_its_own_is_read_in_place():
 
 
 def test_a_fetch_holds_what_it_says():
-    """Random lists, more than the buffer holds: a held tile has the bytes of its page, and tiles of one list are found the next time."""
+    """Random lists, more than the buffer holds: a held tile has the bytes of its page, and tiles of one list are found
+    the next time."""
     rng, counts, size = np.random.default_rng(0), FrameCounts(2, 16, 60), 4
     pages = hot_buffer.Pages(*(jnp.asarray(rng.normal(size=(counts.total, 2, size, 8)), jnp.float32) for _ in range(2)))
     original, buffer = pages, hot_buffer.empty_hot(2, counts.device, counts.hot)
@@ -405,8 +409,8 @@ def test_a_drafted_step_may_write_to_several_small_pages(page_size, host):
 
 
 def test_pages_that_move_between_slices_of_a_chunk_change_no_bits(monkeypatch):
-    """Steps of another sequence, which push pages of the prompt to host memory while its chunk is half done. A slice that trusted where
-    they were, or what the slice before had copied, would read other pages."""
+    """Steps of another sequence, which push pages of the prompt to host memory while its chunk is half done. A slice
+    that trusted where they were, or what the slice before had copied, would read other pages."""
     monkeypatch.setattr("kvjax.engine.prefill_runner.SLICES", (1,))  # a layer each
     config, random = altered(TINY, num_layers=3), np.random.default_rng(0)
     model = TinyModel(TransformerDecoder(config), random_weights(config))
@@ -437,8 +441,8 @@ def test_pages_that_move_between_slices_of_a_chunk_change_no_bits(monkeypatch):
 
 
 def test_bytes_that_prefill_copies_are_those_of_the_layers_that_read_them(monkeypatch):
-    """Once for each layer that reads pages of the host, whichever layer owns them, and not again for the layers that had run when pages
-    moved between two slices."""
+    """Once for each layer that reads pages of the host, whichever layer owns them, and not again for the layers that
+    had run when pages moved between two slices."""
     model = make_family("shared")  # four layers, of which two keep all tokens and one of these two owns the pages
     frame = memory_plan(model.config, page_size=16).frame_bytes
     engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, host_bytes=80 * frame)

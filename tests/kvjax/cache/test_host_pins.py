@@ -1,4 +1,5 @@
-"""Pins where pages may lie in host memory: pinned pages stay found wherever they lie, with the same bits, and are never evicted."""
+"""Pins where pages may lie in host memory: pinned pages stay found wherever they lie, with the same bits, and are never
+evicted."""
 
 import numpy as np
 import pytest
@@ -84,7 +85,8 @@ def test_only_the_pin_keeps_them(model, text):
 
 
 def test_pinned_pages_cannot_be_evicted(model, text):
-    """What is left of the pool can be used up, and no more: a prompt that needs one page more is refused, not the pin."""
+    """What is left of the pool can be used up, and no more: a prompt that needs one page more is refused, not the
+    pin."""
     engine = engine_of(model, "dense")
     engine.free(*engine.prefill([text[: PREFIX + 5]]))
     engine.pin(text[: PREFIX + 5])

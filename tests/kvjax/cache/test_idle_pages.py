@@ -1,4 +1,5 @@
-"""Pages that no sequence holds, in a pool that spans device and host memory: they make room first, and change places with pages in use."""
+"""Pages that no sequence holds, in a pool that spans device and host memory: they make room first, and change places
+with pages in use."""
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ PAGE, DEVICE = 4, 16
 
 
 class Record:
-    """An allocator, its frames, and what the frames would hold. Sequences are lists of pages. Copies ahead are made as late as they may."""
+    """An allocator, its frames, and what the frames would hold. Sequences are lists of pages. Copies ahead are made as
+    late as they may."""
 
     def __init__(self, seed: int):
         self.random = np.random.default_rng(seed)

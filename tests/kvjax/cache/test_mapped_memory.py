@@ -1,4 +1,5 @@
-"""Arrays over device and host memory, with a driver that only writes down what it is told. On a GPU, tests of engines use the real one."""
+"""Arrays over device and host memory, with a driver that only writes down what it is told. On a GPU, tests of engines
+use the real one."""
 
 import ctypes
 import gc

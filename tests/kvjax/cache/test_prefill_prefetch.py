@@ -1,4 +1,5 @@
-"""Copies of pages for chunks of prefill: whatever frames a sequence has, each page is copied to the row that the chunk is told."""
+"""Copies of pages for chunks of prefill: whatever frames a sequence has, each page is copied to the row that the chunk
+is told."""
 
 import jax
 import jax.extend
@@ -15,7 +16,8 @@ PAGE = 4
 
 @st.composite
 def sequences(draw):
-    """Counts of frames, the frames of a sequence, and the first page of its chunk. Pages have different frames, and some none."""
+    """Counts of frames, the frames of a sequence, and the first page of its chunk. Pages have different frames, and
+    some none."""
     counts = FrameCounts(draw(st.integers(1, 12)), draw(st.integers(0, 8)), draw(st.integers(1, 60)))
     places = [*range(counts.device), *range(counts.border, counts.total)]
     if draw(st.booleans()):

@@ -216,7 +216,8 @@ def test_pages_on_the_device_go_for_others_least_useful_first(model, text):
 
 @pytest.mark.parametrize("case", rest_long(["one device", "packed", "a mesh"], "one device", "a mesh"))
 def test_host_memory_keeps_pages(model, text, case):
-    """In the pool's part there; pages of a mesh, which the pool cannot have there, in a store beside it, from which they come back."""
+    """In the pool's part there; pages of a mesh, which the pool cannot have there, in a store beside it, from which
+    they come back."""
     options = {"one device": {}, "packed": {"cache_format": "int8"}, "a mesh": {"mesh": mesh_of("tensor 2")}}[case]
     cold, beside = Engine(model, pages=32, **options, **SIZES), case == "a mesh"
     size = block_bytes(cold.spec, "full")

@@ -1,4 +1,5 @@
-"""Pages that move between frames: the pure steps give the bits of a cache whose frames are page ids, and count pages that are nowhere."""
+"""Pages that move between frames: the pure steps give the bits of a cache whose frames are page ids, and count pages
+that are nowhere."""
 
 import dataclasses
 import functools

@@ -1,6 +1,8 @@
-"""Random requests on an engine whose stores are all full and give pages up, for as long as you like: answers, memory and files.
+"""Random requests on an engine whose stores are all full and give pages up, for as long as you like: answers, memory
+and files.
 
-`make test` runs twelve rounds. `pytest -m long tests/kvjax/cache/test_soak.py` runs it for `--soak-minutes`, 30 by default.
+`make test` runs twelve rounds. `pytest -m long tests/kvjax/cache/test_soak.py` runs it for `--soak-minutes`, 30 by
+default.
 """
 
 import dataclasses
@@ -26,7 +28,8 @@ ROUND = 6
 GROWTH = 0.02
 """The most by which resident memory may grow."""
 LATE = 12
-"""Most rounds after the first quarter in which a program is compiled. Memory that programs take again and again is a leak, too."""
+"""Most rounds after the first quarter in which a program is compiled. Memory that programs take again and again is a
+leak, too."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -37,11 +40,12 @@ def resident_bytes() -> int:
 
 @dataclasses.dataclass
 class Seen:
-    """What a soak did. wrong: what differs, for each answer that does. memory: resident bytes after each round, without what rounds took in
-    which a program was compiled; compiled: what these took; with_programs: their numbers. files: bytes on disk, and the most that they may
-    have.
+    """What a soak did. wrong: what differs, for each answer that does. memory: resident bytes after each round, without
+    what rounds took in which a program was compiled; compiled: what these took; with_programs: their numbers. files:
+    bytes on disk, and the most that they may have.
 
-    A rare mixture of requests needs a program of its own, and may come late. Its code stays, as that of all programs, and is tens of MB.
+    A rare mixture of requests needs a program of its own, and may come late. Its code stays, as that of all programs,
+    and is tens of MB.
     """
 
     requests: int = 0

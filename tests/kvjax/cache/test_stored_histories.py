@@ -1,5 +1,5 @@
-"""Random histories of an engine that reuses pages, with stores so small that they are full and give pages up all the time: every sequence
-has the bits that it would have alone, in an engine without stores."""
+"""Random histories of an engine that reuses pages, with stores so small that they are full and give pages up all the
+time: every sequence has the bits that it would have alone, in an engine without stores."""
 
 import collections
 import dataclasses
@@ -33,7 +33,8 @@ CHUNKS = dataclasses.replace(SHORT_CHUNKS, chunk=32, prefill=TOGETHER)
 
 
 class StoredHistory(History):
-    """Prompts begin like one of a few texts, so that many are found. totals: of all histories, what was found and given up."""
+    """Prompts begin like one of a few texts, so that many are found. totals: of all histories, what was found and given
+    up."""
 
     totals: ClassVar[collections.Counter[str]] = collections.Counter()
     stores: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (5, 0), (0, 9), (5, 9))
@@ -245,7 +246,8 @@ def test_the_comparison_sees_pages_that_get_their_owner_too_late(tmp_path, monke
 
 
 class DamageHistory(BusyHistory):
-    """Host memory holds almost nothing, so that pages come back from disk. damaged: pages that the disk dropped, of all histories."""
+    """Host memory holds almost nothing, so that pages come back from disk. damaged: pages that the disk dropped, of all
+    histories."""
 
     stores: ClassVar[tuple[tuple[int, int], ...]] = ((1, 8),)
     damaged: ClassVar[int] = 0
@@ -268,7 +270,8 @@ def test_digests_find_a_slot_that_was_given_to_others_and_the_comparison_sees_it
 
 
 class AnyHistory(StoredHistory):
-    """Pages count however they were written, and prompts begin like sequences that are gone, the tokens of their steps included."""
+    """Pages count however they were written, and prompts begin like sequences that are gone, the tokens of their steps
+    included."""
 
     stores: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (12, 0), (5, 24))
 

@@ -69,7 +69,8 @@ def test_a_chunk_that_has_run_keeps_no_copies(monkeypatch):
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3),
 )
 def test_the_sizes_of_a_prompt_that_runs_alone_are_foretold(counts, written, lengths):
-    """One prompt after the other, each freed before the next: the copies of each chunk have the sizes of its number of pages."""
+    """One prompt after the other, each freed before the next: the copies of each chunk have the sizes of its number of
+    pages."""
     frames = Frames(counts)
     for total in lengths:
         for own in range(0, total, written):

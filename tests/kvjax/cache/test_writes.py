@@ -1,4 +1,5 @@
-"""Writing to pages, against a loop over tokens in numpy: where keys go, which pages are sealed, what nobody may touch."""
+"""Writing to pages, against a loop over tokens in numpy: where keys go, which pages are sealed, what nobody may
+touch."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ def filled_layer(seed=0):
 
 
 def append_one_by_one(layer, k, v, positions, valid, table):
-    """The definition: each valid token with a page goes there, and a page whose last slot was written has its index built."""
+    """The definition: each valid token with a page goes there, and a page whose last slot was written has its index
+    built."""
     pages = {"k": np.array(layer.pages.k), "v": np.array(layer.pages.v)}
     index = {name: np.array(array) for name, array in layer.index.items()}
     sealed = []
@@ -53,7 +55,8 @@ def append_one_by_one(layer, k, v, positions, valid, table):
     seed=st.integers(0, 5),
 )
 def test_append_is_a_loop_over_tokens(starts, tokens, first, last, known, seed):
-    """Any start within a page, any number of pages filled at once, padding at both ends, tables that are too short or have holes."""
+    """Any start within a page, any number of pages filled at once, padding at both ends, tables that are too short or
+    have holes."""
     random = np.random.default_rng(seed)
     layer = filled_layer(seed)
     table = np.full((2, 5), -1, np.int32)

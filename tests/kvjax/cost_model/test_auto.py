@@ -1,4 +1,5 @@
-"""Auto: dense unless evidence and cost model both say otherwise, and a step that is the chosen policy's own, bit for bit."""
+"""Auto: dense unless evidence and cost model both say otherwise, and a step that is the chosen policy's own, bit for
+bit."""
 
 import dataclasses
 import itertools
@@ -345,7 +346,8 @@ def over_the_bus():
 
 
 def test_auto_chooses_by_where_pages_lie(over_the_bus):
-    """Sparse selection made dear: with everything on the device dense wins, and sparse once dense reads over the bus."""
+    """Sparse selection made dear: with everything on the device dense wins, and sparse once dense reads over the
+    bus."""
     dear = dataclasses.replace(over_the_bus, c1=(("top:32", Price(20e-3)),))
     large, small = FrameCounts(4096, 1000, 100), FrameCounts(260, 760, 7815)
     chosen = {name: auto(made=dear).choose([2**19], frames) for name, frames in (("none", None), ("large", large), ("small", small))}
@@ -444,7 +446,8 @@ def test_a_step_is_the_chosen_policys_own(engine, text, caplog):
 
 @pytest.mark.parametrize(("mesh", "policy"), [((2, 2), "quest:0"), ((1, 4), "dense")])
 def test_on_a_mesh_a_step_is_the_chosen_policys_own(mesh, policy, small, text):
-    """It is chosen once, on the host. By these times, an exchange of four devices along context takes so long that lists do not pay."""
+    """It is chosen once, on the host. By these times, an exchange of four devices along context takes so long that
+    lists do not pay."""
     tensor, context = mesh
     places = tuple((*mesh, 1, 1, 2**20) for mesh in ((2, 2), (1, 4)))
     planted = terms(latency_s=float(context == 4), choose_s=0.0, policies=("dense", "quest:0"), measured=places)
@@ -522,7 +525,8 @@ def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch)
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_a_built_in_cost_model_of_longer_launches_is_not_used(model, monkeypatch, steps):
-    """Its times leave out the host's part, and a step of an engine is a launch of its own unless it is told otherwise."""
+    """Its times leave out the host's part, and a step of an engine is a launch of its own unless it is told
+    otherwise."""
     monkeypatch.setattr(auto_module, "recorded_evidence", lambda: (row("quest:0", 2048, fingerprint=fingerprint(model)),))
     known, calibrated = cost(model.config, dtype="float32", steps_per_launch=steps), cost(model.config, source="a calibration")
     monkeypatch.setattr(auto_module, "known_cost_model", lambda *_: known)

@@ -1,4 +1,5 @@
-"""Prefill auto: dense unless evidence and times both say otherwise, and each chunk the chosen policy's own, bit for bit."""
+"""Prefill auto: dense unless evidence and times both say otherwise, and each chunk the chosen policy's own, bit for
+bit."""
 
 import dataclasses
 import json

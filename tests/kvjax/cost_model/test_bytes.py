@@ -28,7 +28,8 @@ PAGE_BYTES = 57_344 * 128
 
 
 def test_bytes_of_the_7b_shape_by_hand():
-    """57,344 bytes a token: 28 layers, 4 KV heads, 128 dimensions, keys and values, 2 bytes. 448 bytes of bounds a token: 1/128 of it."""
+    """57,344 bytes a token: 28 layers, 4 KV heads, 128 dimensions, keys and values, 2 bytes. 448 bytes of bounds a
+    token: 1/128 of it."""
     weights = 2 * (7_615_616_512 - 152_064 * 3584 + 3584)
     dense = step_bytes(QWEN_7B, Dense(), 131_072)
     assert (dense.weights, dense.kv, dense.index, dense.total) == (weights, 57_344 * 131_072, 0, weights + 7_516_192_768)
@@ -62,7 +63,8 @@ def test_bytes_grow_with_the_batch_and_weights_hardly_do():
     ],
 )
 def test_packed_pages_shrink_keys_and_values_only(cache_format, pair):
-    """pair: bytes of a key and a value of 128 numbers, with their scales. The open page, here of 17 tokens, holds numbers of 2 bytes."""
+    """pair: bytes of a key and a value of 128 numbers, with their scales. The open page, here of 17 tokens, holds
+    numbers of 2 bytes."""
     length = 65_536 - 128 + 17
     full, packed = (step_bytes(QWEN_7B, parse("top:8"), length, 2, cache_format=each) for each in (None, cache_format))
     assert full.kv == 2 * 112 * 512 * (12 * 128 + 17)
@@ -75,7 +77,8 @@ def test_packed_pages_shrink_keys_and_values_only(cache_format, pair):
 
 
 def test_packed_weights_by_hand():
-    """Of 28 layers: q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 18,944 x 3584; biases and norms have 2 bytes."""
+    """Of 28 layers: q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 18,944 x 3584; biases and norms have 2
+    bytes."""
     matrices = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18_944 * 3584)
     rows, plain = 28 * (2 * 3584 + 2 * 512 + 2 * 18_944 + 3584), 2 * (28 * (3584 + 2 * 512 + 2 * 3584) + 3584)
     head = 152_064 * 3584

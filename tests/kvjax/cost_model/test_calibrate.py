@@ -67,7 +67,8 @@ def test_calibration_that_cannot_be(model, monkeypatch):
 
 
 def test_a_real_calibration_runs_the_engines_steps(model_factory, monkeypatch):
-    """On a busy machine the times may make no sense; the steps must run, and a cost model or a clear refusal come out."""
+    """On a busy machine the times may make no sense; the steps must run, and a cost model or a clear refusal come
+    out."""
     small = model_factory(num_layers=1, rope_theta=555.0)
     monkeypatch.setattr(auto, "MAX_LENGTH", 512)
     started = time.perf_counter()

@@ -1,8 +1,10 @@
-"""What `auto` chooses by the recorded evidence and the built-in tables, over a grid of shapes, lengths, batches, meshes and pools.
+"""What `auto` chooses by the recorded evidence and the built-in tables, over a grid of shapes, lengths, batches, meshes
+and pools.
 
-`choices.json` holds the choices of the model that the present one replaced, which had three terms of the bus and six of exchanges. With one
-device and all pages on it, nothing may differ. Elsewhere the terms differ, and so do four choices, all of them projections. One choice of
-prefill was taken again when peers left the table of times: its widest spread, which a gain must exceed, then was smaller.
+`choices.json` holds the choices of the model that the present one replaced, which had three terms of the bus and six of
+exchanges. With one device and all pages on it, nothing may differ. Elsewhere the terms differ, and so do four choices,
+all of them projections. One choice of prefill was taken again when peers left the table of times: its widest spread,
+which a gain must exceed, then was smaller.
 """
 
 import json

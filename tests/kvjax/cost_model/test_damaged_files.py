@@ -1,4 +1,5 @@
-"""Files of cost models, prefill times and evidence that are damaged or edited by hand: a sentence names the file, or they load."""
+"""Files of cost models, prefill times and evidence that are damaged or edited by hand: a sentence names the file, or
+they load."""
 
 import copy
 import dataclasses

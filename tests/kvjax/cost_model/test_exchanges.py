@@ -42,7 +42,8 @@ def lowered(config, policy, tensor, context):
 
 
 def exchanged(program):
-    """How many exchanges the text of a lowered program has, and the bytes that each device receives in them: all are gathers."""
+    """How many exchanges the text of a lowered program has, and the bytes that each device receives in them: all are
+    gathers."""
     count, received = 0, 0.0
     for line in program.as_text(dialect="hlo").splitlines():
         if (operation := OPERATION.search(line)) is None:

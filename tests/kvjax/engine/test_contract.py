@@ -1,7 +1,9 @@
-"""The cache's contract: however a history was built, and wherever its pages lie, the logits are those of one full forward.
+"""The cache's contract: however a history was built, and wherever its pages lie, the logits are those of one full
+forward.
 
-float32: within BOUND of the oracle, relative to the largest logit of a row in magnitude. Equal bits, bfloat16 included, wherever the
-design promises them: prefill cut into any calls, any page placement, forks, any company in one batch bucket.
+float32: within BOUND of the oracle, relative to the largest logit of a row in magnitude. Equal bits, bfloat16 included,
+wherever the design promises them: prefill cut into any calls, any page placement, forks, any company in one batch
+bucket.
 """
 
 import itertools
@@ -209,7 +211,8 @@ def test_prefill_holds_no_second_copy_of_the_cache(single_layer, prefill):
 
 
 def test_readers_of_other_layers_pages_hold_no_copy_of_them():
-    """An owner and its reader in a decode step; readers alone in a slice of prefill, into which owners go and out of which none comes."""
+    """An owner and its reader in a decode step; readers alone in a slice of prefill, into which owners go and out of
+    which none comes."""
     model, policy = make_family("shared"), parse("top:8")
     spec, indexes = model.config.cache_spec(128), policy.indexes()
     names, one = [group.name for group in spec.groups], jnp.zeros(1, jnp.int32)

@@ -1,4 +1,5 @@
-"""Slots: the page tables and lengths that a step finds on the device are those that its sequences have, whatever happened in between."""
+"""Slots: the page tables and lengths that a step finds on the device are those that its sequences have, whatever
+happened in between."""
 
 import dataclasses
 import functools
@@ -179,7 +180,8 @@ def test_a_list_that_has_others_in_it_now(engine, checked):
 
 
 def test_what_the_slots_hold_is_refused_once_it_cannot_be_used(engine):
-    """Slots do not look again at sequences that have not changed; these have, though neither tokens nor pages say so."""
+    """Slots do not look again at sequences that have not changed; these have, though neither tokens nor pages say
+    so."""
     empty = engine.new_sequence()
     (ballast,) = engine.prefill([[1]])
     engine.reserve([ballast], (PAGES - 1) * PAGE)

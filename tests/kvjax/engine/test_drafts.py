@@ -1,4 +1,5 @@
-"""Drafted steps: each token reads what it would alone, accepted tokens stay, and of dropped ones nothing is ever read."""
+"""Drafted steps: each token reads what it would alone, accepted tokens stay, and of dropped ones nothing is ever
+read."""
 
 import dataclasses
 import inspect
@@ -114,8 +115,8 @@ def step(engine, sequences, drafted, policy, rows=None, counts=None):
 @pytest.mark.quick_but("full-0", "window-0")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))])
 def test_dropped_drafts_leave_nothing_behind(engine, text, seed):
-    """Runs of drafted steps whose drafts are right up to a random place. Two runs whose wrong drafts differ stay equal to the bit; and
-    what is accepted is the model's own greedy text."""
+    """Runs of drafted steps whose drafts are right up to a random place. Two runs whose wrong drafts differ stay equal
+    to the bit; and what is accepted is the model's own greedy text."""
     random = np.random.default_rng(seed)
     policy, count = POLICIES[random.integers(len(POLICIES))], int(random.choice([4, 8, 16]))
     length = int(random.integers(30, 50))

@@ -294,7 +294,8 @@ def test_old_logits_are_not_kept(engine, text):
 
 @pytest.mark.long
 def test_biases_and_longrope_go_through_the_engine(model_factory, text):
-    """Cuts and single steps give what the whole prompt gives at once, rotated by the long factors from the first token on."""
+    """Cuts and single steps give what the whole prompt gives at once, rotated by the long factors from the first token
+    on."""
     factors = {"short_factors": (1.0,) * 8, "long_factors": tuple(1.0 + n for n in range(8)), "max_positions": 256}
     scaling = LongRope("longrope", 4.0, 32, attention_factor=1.2, long=True, **factors)
     model = model_factory(family="llama", o_bias=True, mlp_bias=True, rope_scaling=scaling, max_positions=256)
@@ -362,7 +363,8 @@ def test_a_saved_sequence_comes_back_bit_for_bit(engine, model, text, tmp_path):
 
 
 def test_pages_that_come_back_make_no_program_compile_again(engine, text, tmp_path):
-    """Nothing commits them to a device: a program's results are committed if one argument is, and so all pages would be."""
+    """Nothing commits them to a device: a program's results are committed if one argument is, and so all pages would
+    be."""
 
     def decoded_and_prefilled():
         (other,) = engine.prefill([text[:40]])

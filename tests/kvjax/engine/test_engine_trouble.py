@@ -1,4 +1,5 @@
-"""What an engine says and keeps when it is used wrongly or a step fails: threads, failed steps, budgets, arguments of wrong kinds."""
+"""What an engine says and keeps when it is used wrongly or a step fails: threads, failed steps, budgets, arguments of
+wrong kinds."""
 
 import dataclasses
 import threading
@@ -232,7 +233,8 @@ def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(n
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_slices_of_a_chunk_that_fail_leave_the_engine_as_far_as_they_can(taken, text, monkeypatch):
-    """Between decode steps a chunk runs slice by slice. Where the failed call had taken the pages, all of them are lost."""
+    """Between decode steps a chunk runs slice by slice. Where the failed call had taken the pages, all of them are
+    lost."""
     monkeypatch.setattr(prefill_runner, "SLICES", (1,))
     engine, honest = Engine(make_family("qwen3_5_text"), pages=PAGES, page_size=PAGE, prefill_chunk=32), prefill_runner.prefill_slice
     sequence, other = engine.prefill([text[:39], text[:40]])

@@ -1,4 +1,5 @@
-"""Random histories of an engine: whatever was called, in whatever order, every sequence has the bits it would have alone."""
+"""Random histories of an engine: whatever was called, in whatever order, every sequence has the bits it would have
+alone."""
 
 import collections
 

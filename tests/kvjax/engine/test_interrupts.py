@@ -1,8 +1,8 @@
 """Ctrl-C at any moment of any call: pages, lengths and tokens are right after it, and JAX works.
 
-An attempt runs one call on a small engine and interrupts it, then looks at what is left. There are two ways to interrupt: by the clock,
-after a random part of the time that the call takes (so also inside JAX), and by the instruction, before a random bytecode instruction of
-kvjax.
+An attempt runs one call on a small engine and interrupts it, then looks at what is left. There are two ways to
+interrupt: by the clock, after a random part of the time that the call takes (so also inside JAX), and by the
+instruction, before a random bytecode instruction of kvjax.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ SOURCES = {KVJAX, *(file.parent for room in ("cache", "engine", "model", "schedu
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where tests run in the background and it is ignored; the alarm clock presses Ctrl-C. For each
-    test, because pytest-timeout takes the alarm clock anew for each."""
+    """Ctrl-C raises KeyboardInterrupt, also where tests run in the background and it is ignored; the alarm clock
+    presses Ctrl-C. For each test, because pytest-timeout takes the alarm clock anew for each."""
     handlers = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGALRM, press)
     yield
     signal.signal(signal.SIGINT, handlers[0])
@@ -173,7 +173,8 @@ class ByInstruction:
 
 @functools.cache
 def codes_of_kvjax() -> list[types.CodeType]:
-    """The code of every function of kvjax that runs in a call: what is traced by JAX runs only when a step is compiled."""
+    """The code of every function of kvjax that runs in a call: what is traced by JAX runs only when a step is
+    compiled."""
     gc.unfreeze()  # tests/conftest.py freezes, and what is frozen is not listed
     # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
     found = [each.__code__ for each in gc.get_objects() if type(each) is types.FunctionType]

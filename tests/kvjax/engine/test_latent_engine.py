@@ -1,4 +1,5 @@
-"""Models of latent attention through the engine: latents and an indexer's keys in pages, with equal bits whatever became of them."""
+"""Models of latent attention through the engine: latents and an indexer's keys in pages, with equal bits whatever
+became of them."""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ def test_memory_follows_the_actual_context():
 
 @pytest.mark.parametrize("config", [TINY, MIXED, RECURRENT], ids=["full", "windows", "states"])
 def test_host_memory_is_the_pool_s_but_for_what_stays_on_the_device(config):
-    """What has both kinds divides it: the store has room for windows and states of as many tokens of prompts as the pool has pages."""
+    """What has both kinds divides it: the store has room for windows and states of as many tokens of prompts as the
+    pool has pages."""
     plan, spec = memory_plan(config, **SIZES, weights_bytes=0, available_bytes=0), config.cache_spec(16)
     total = 200 * sum(block_bytes(spec, group.name) for group in spec.groups)
     alone = host_memory(plan, total, keeps_none="reuse is False")

@@ -1,4 +1,5 @@
-"""Engines over a mesh of simulated devices: the results of one device, whatever is split, and the same bits in any company."""
+"""Engines over a mesh of simulated devices: the results of one device, whatever is split, and the same bits in any
+company."""
 
 import contextlib
 import dataclasses
@@ -112,7 +113,8 @@ def test_every_prefill_policy_computes_the_same_on_a_mesh(case, one_layer, text)
 
 @pytest.mark.parametrize("count", [64, 40, 16])
 def test_each_tile_is_attended_to_once_as_a_whole(count):
-    """Of a chunk of `count` queries in tiles of 24 on four devices. A query's output is the sum of its tile and its position."""
+    """Of a chunk of `count` queries in tiles of 24 on four devices. A query's output is the sum of its tile and its
+    position."""
     shards = Shards(kvjax.mesh(context=4), (), 4)
     query = np.random.default_rng(count).integers(0, 9, (1, count, 1, 2)).astype(np.float32)
     ctx = PrefillContext(np.zeros((1, 1), np.int32), np.array([128], np.int32), np.array([128 + count], np.int32), 0, 1.0)
@@ -154,8 +156,8 @@ def test_uneven_work_is_said_with_the_remedy(one_layer, caplog):
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", [False, True], ids=["", "mutant"])
 def test_tiles_that_do_not_divide_are_dealt_out(wrong, one_layer, text, monkeypatch):
-    """Three tiles of 24 queries over the four devices of a chunk of 64: each attends for one, the last one for none. The mutant's devices
-    all take the first tile. The prompt ends in the third one."""
+    """Three tiles of 24 queries over the four devices of a chunk of 64: each attends for one, the last one for none.
+    The mutant's devices all take the first tile. The prompt ends in the third one."""
     prompt = text[:250]
     asked = []
 
@@ -207,8 +209,8 @@ def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
     ids=" ".join,
 )
 def test_packed_pages_are_those_of_one_device(case, text):
-    """Keys and values of a mesh differ in their last bits from those of one device. Where one of them stands between two codes, it gets the
-    other code, and logits differ by more than rounding; of few tokens."""
+    """Keys and values of a mesh differ in their last bits from those of one device. Where one of them stands between
+    two codes, it gets the other code, and logits differ by more than rounding; of few tokens."""
     (cache_format, mesh), model = case, make_family("llama", head_dim=32)
     (expected, reads), (found, read) = (
         logits_of(model, each, POLICIES["top"], text[:203], cache_format=cache_format) for each in (None, mesh_of(mesh))
@@ -271,7 +273,8 @@ def by_digest(kept, group, digests, tokens):
 @pytest.mark.bits
 @pytest.mark.parametrize("mutant", [False, True], ids=["", "by digest"])
 def test_short_prompts_fill_all_devices(mutant, one_layer, text, monkeypatch):
-    """Two pages each. Without a common beginning they take all 32 pages; with a common first page, all but a copy of it on each device."""
+    """Two pages each. Without a common beginning they take all 32 pages; with a common first page, all but a copy of it
+    on each device."""
     if mutant:
         monkeypatch.setattr(Prefixes, "_best_first", by_digest)
     sizes = {"pages": 32, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,), "reuse": True, "mesh": mesh_of("context 4")}
@@ -290,7 +293,8 @@ def test_short_prompts_fill_all_devices(mutant, one_layer, text, monkeypatch):
 
 @pytest.mark.bits
 def test_what_a_sequence_writes_after_it_came_back_to_other_devices_is_found(one_layer, text):
-    """With the beginning that came back with it. Its first page was on the first device, and then the second one has more room."""
+    """With the beginning that came back with it. Its first page was on the first device, and then the second one has
+    more room."""
     sizes = {"pages": 16, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,), "reuse": True, "mesh": mesh_of("context 2")}
     engine = Engine(one_layer, **sizes)
     (sequence,) = engine.prefill([text[:40]])
@@ -369,8 +373,8 @@ def test_parts_and_the_residual_are_added_in_order_and_rounded_once(tensor, dtyp
 @pytest.mark.parametrize("later", [0, 3])
 @pytest.mark.parametrize("context", [2, 8])
 def test_own_pages_are_those_of_one_device_and_none_is_lost(context, later):
-    """Lengths from nothing to all of the table; rows begin on any device. later: pages after the query's that a row may have, as for
-    drafts that were not accepted."""
+    """Lengths from nothing to all of the table; rows begin on any device. later: pages after the query's that a row may
+    have, as for drafts that were not accepted."""
     rng, width, pages = np.random.default_rng(context), 16, 160
     lengths = np.concatenate([[0, 1, PAGE, PAGE + 1, width * PAGE], rng.integers(0, width * PAGE + 1, 40)]).astype(np.int32)
     first = rng.integers(0, context, len(lengths)).astype(np.int32)
@@ -400,7 +404,8 @@ def test_own_pages_are_those_of_one_device_and_none_is_lost(context, later):
 
 
 def without_exchange(monkeypatch, method):
-    """Programs in which a method of `Shards`, or a function of `chunk_rows`, exchanges nothing: the mutants of these tests."""
+    """Programs in which a method of `Shards`, or a function of `chunk_rows`, exchanges nothing: the mutants of these
+    tests."""
     own = {
         "sum": lambda self, x, residual=None: x if residual is None else x + residual,
         "merged": lambda self, out, lse, first, block_lse=None: (out, lse, block_lse),

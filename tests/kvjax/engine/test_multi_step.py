@@ -124,7 +124,8 @@ def test_answers_with_pages_in_host_memory(policy):
 
 
 def after_steps(engine, lefts, stop_ids, counts):
-    """What launches of so many steps of two rows pack, and lengths, pages and rows of state, and tokens left after them."""
+    """What launches of so many steps of two rows pack, and lengths, pages and rows of state, and tokens left after
+    them."""
     prompts = [list(range(3, 20)), list(range(40, 70))]
     sequences = engine.prefill(prompts)
     slots = (*sequences, None, None)
@@ -173,7 +174,8 @@ def test_a_row_that_has_ended_changes_nothing(family, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["counts", "ends"])
 def test_wrong_ends_are_noticed(wrong, monkeypatch):
-    """The host counts one token more than a row has made; the device lets rows go on after a stop token that the host does not look for."""
+    """The host counts one token more than a row has made; the device lets rows go on after a stop token that the host
+    does not look for."""
     engine = engine_of(shallow(make_family("llama")))
     requests = requests_of(None)
     expected = answers(engine, requests)
@@ -231,7 +233,8 @@ def test_on_a_mesh_the_loop_prepares_nothing_in_every_turn(monkeypatch):
 
 
 def test_one_step_where_the_host_is_needed(launched, caplog):
-    """While a prompt waits for a free slot that it could have, near the end, with stop strings, and for policies that the host follows."""
+    """While a prompt waits for a free slot that it could have, near the end, with stop strings, and for policies that
+    the host follows."""
     engine = engine_of(shallow(make_family("llama")), ("dense", "heavy:1"))
     scheduler = Scheduler(engine, slots=4, steps_per_launch=4)
     scheduler.submit(asked([1, 2, 3], 12))
@@ -289,7 +292,8 @@ def test_pages_for_several_steps_are_not_needed_for_one(launched):
 
 @pytest.mark.long
 def test_pages_that_are_kept_hold_what_their_tokens_say():
-    """A row ends on the device in the first of two launches. Its last token, which was not written, would fill a page."""
+    """A row ends on the device in the first of two launches. Its last token, which was not written, would fill a
+    page."""
     engines = [engine_of(make_family("llama"), pages=40, reuse="any") for _ in range(2)]
     prompt, tried = list(range(1, 2 * PAGE + 2)), 0
     for seed in range(8):

@@ -1,4 +1,5 @@
-"""A model that gives NaN for one sequence: that sequence ends as an error that says so, and its neighbours are what they are alone."""
+"""A model that gives NaN for one sequence: that sequence ends as an error that says so, and its neighbours are what
+they are alone."""
 
 import dataclasses
 
@@ -17,7 +18,8 @@ from kvjax.serving.batch.job import run_batch
 
 sample_step = jax.jit(sample)
 BAD = 62
-"""A token whose embedding is NaN, so logits are NaN from it on. It is "^" in the speaker's vocabulary, which no prompt here holds."""
+"""A token whose embedding is NaN, so logits are NaN from it on. It is "^" in the speaker's vocabulary, which no prompt
+here holds."""
 
 PROMPTS = ["The whale", "Call me", "ships and the sea"]
 

@@ -1,4 +1,5 @@
-"""An engine over packed pages: what each query reads, against a plain forward in NumPy; bits over every cut; memory; what is refused."""
+"""An engine over packed pages: what each query reads, against a plain forward in NumPy; bits over every cut; memory;
+what is refused."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ K_AND_V = "k=int8:channel,v=int4"
 
 
 def packed_forward(model, tokens, text: str, near: tuple[int, int] | None = None, paid: list | None = None) -> np.ndarray:
-    """Logits [T, V]: causal attention in float64, where a query reads the tokens of its own page as they are, and those of each earlier
-    page as its format rounds them. near: sinks and window of layers without one. paid: gets each layer's weights [T, H, T]."""
+    """Logits [T, V]: causal attention in float64, where a query reads the tokens of its own page as they are, and those
+    of each earlier page as its format rounds them. near: sinks and window of layers without one. paid: gets each
+    layer's weights [T, H, T]."""
     given, format = np.asarray(tokens, np.int32), parse_cache_format(text, model.config.compute_dtype)
     attended, count = model.config.attention, len(tokens)
     page = np.arange(count) // PAGE
@@ -76,8 +78,8 @@ def poisoned(x):
 
 
 def served(model, tokens, text, *, steps=True, **options) -> np.ndarray:
-    """Logits after each token from the 20th on: two prompts' worth of prefill in odd cuts, then a draft step over a page's end, then
-    steps of one token. steps: False ends before the first of them."""
+    """Logits after each token from the 20th on: two prompts' worth of prefill in odd cuts, then a draft step over a
+    page's end, then steps of one token. steps: False ends before the first of them."""
     engine = engine_of(model, text, **options)
     engine._pool.layers = jax.tree.map(poisoned, engine._pool.layers)
     (sequence,) = engine.prefill([tokens[:20]])

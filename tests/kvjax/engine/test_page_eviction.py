@@ -1,4 +1,5 @@
-"""Pages outside a window are given back: memory is constant, answers are those of the window, and who needs more is refused."""
+"""Pages outside a window are given back: memory is constant, answers are those of the window, and who needs more is
+refused."""
 
 import dataclasses
 import gc

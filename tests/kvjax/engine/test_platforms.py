@@ -132,7 +132,8 @@ def test_packed_pages_in_host_memory_take_the_same_kernels(as_on, text):
 
 @pytest.mark.parametrize("axis", rest_long(["tensor", "context"], "context"))
 def test_packed_pages_of_a_mesh_take_the_same_kernels(as_on, axis):
-    """A chunk of many queries has its pages widened by spans, of which a table of 8,192 pages has several; a step packs what it fills."""
+    """A chunk of many queries has its pages widened by spans, of which a table of 8,192 pages has several; a step packs
+    what it fills."""
     config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)
     spec, decoder = config.cache_spec(128, parse_cache_format("int8", "bfloat16")), TransformerDecoder(config)
     tables = {group.name: np.zeros((1, 8192 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
@@ -213,7 +214,8 @@ def test_the_document_names_what_every_op_takes():
 
 
 def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str, str], int]:
-    """The program of a dense decode step on a mesh of two, lowered; what ops picked; layers. picked: "xla" is forced."""
+    """The program of a dense decode step on a mesh of two, lowered; what ops picked; layers. picked: "xla" is
+    forced."""
     config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)
     spec, decoder = config.cache_spec(128), TransformerDecoder(config)
     shards = Shards(kvjax.mesh(**mesh), tuple((group.name, 4) for group in spec.groups) if "context" in mesh else ())
@@ -226,7 +228,8 @@ def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str,
     inputs = StepInputs(params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.forced("xla") if picked == "xla" else contextlib.nullcontext(), dispatch.listening() as heard:
         text = decode_step.trace(static, inputs).lower(lowering_platforms=("cuda",)).as_text()
-    # For each kind of exchange one kernel reaches into other devices' memory by XLA's means. Those that exchange are plain ones.
+    # For each kind of exchange one kernel reaches into other devices' memory by XLA's means. Those that exchange are
+    # plain ones.
     kinds = 1 if "context" in mesh else 2  # outputs; sums and logits
     assert text.count("uses_xla_collective_metadata = true") == (kinds if picked == "mosaic_gpu" else 0)
     assert "stablehlo.all_reduce" not in text
@@ -235,8 +238,8 @@ def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str,
 
 @pytest.mark.parametrize("picked", rest_long(["mosaic_gpu", "xla"], "mosaic_gpu"))
 def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
-    """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left.
-    Logits are joined by a kernel, too."""
+    """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no
+    other sum is left. Logits are joined by a kernel, too."""
     text, heard, layers = step_on_hopper_gpus(as_on, picked, tensor=2)
     assert heard["all_reduce"] == heard["all_gather"] == picked
     sums = 2 * layers + 1

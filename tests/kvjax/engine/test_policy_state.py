@@ -166,7 +166,8 @@ def test_prefill_and_decode_add_up_to_the_mass_of_everything(engine, model, text
 @pytest.mark.quick_but("momo:1/1")
 @pytest.mark.parametrize("prefill", ["window:1+4", "momo:1/1"])
 def test_under_a_sparse_prefill_the_mass_is_that_of_dense_attention(model, text, prefill):
-    """Each observed query pays 1 in all, which is wrong of the LSE of sparse attention; and distant blocks get their share."""
+    """Each observed query pays 1 in all, which is wrong of the LSE of sparse attention; and distant blocks get their
+    share."""
     from kvjax.policies.prefill import MeasureOnceMaskOnce, SinkWindow
 
     policy = {

@@ -1,4 +1,5 @@
-"""Slices of layers: how a model is cut, which of them share a program, and that a shared program knows whose layers it runs."""
+"""Slices of layers: how a model is cut, which of them share a program, and that a shared program knows whose layers it
+runs."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,5 @@
-"""Rows of state: however tokens are cut, dropped and written again, a row holds and gives the bits of those tokens alone."""
+"""Rows of state: however tokens are cut, dropped and written again, a row holds and gives the bits of those tokens
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models with recurrent layers through the engine: a row of state per sequence, with equal bits whatever became of it."""
+"""Models with recurrent layers through the engine: a row of state per sequence, with equal bits whatever became of
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sampling is a distribution: cuts are exact, draws follow the probabilities, seeds repeat and company does not matter."""
+"""Sampling is a distribution: cuts are exact, draws follow the probabilities, seeds repeat and company does not
+matter."""
 
 import itertools
 
@@ -214,7 +215,8 @@ def test_a_huge_temperature_leaves_the_cuts_their_order(temperature):
 
 
 def penalised_by_hand(logits, prompt, answer, sampling):
-    """The definitions, token by token: transformers' RepetitionPenaltyLogitsProcessor over prompt and answer, then OpenAI's formula."""
+    """The definitions, token by token: transformers' RepetitionPenaltyLogitsProcessor over prompt and answer, then
+    OpenAI's formula."""
     result = logits.astype(np.float64)
     for token in range(len(logits)):
         if token in prompt or token in answer:

@@ -1,4 +1,5 @@
-"""Layers that read another layer's pages: what is computed, what is kept, and that mistakes about whose pages they are would show."""
+"""Layers that read another layer's pages: what is computed, what is kept, and that mistakes about whose pages they are
+would show."""
 
 from __future__ import annotations
 

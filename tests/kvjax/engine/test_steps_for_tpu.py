@@ -1,4 +1,5 @@
-"""Whole decode and prefill steps of the 7B shape (28/4 heads of 128, width 3,584), compiled ahead of time for TPUs. Needs libtpu."""
+"""Whole decode and prefill steps of the 7B shape (28/4 heads of 128, width 3,584), compiled ahead of time for TPUs.
+Needs libtpu."""
 
 import dataclasses
 
@@ -59,7 +60,8 @@ def shape(*sizes, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
 
 
 def compiled_in_place(step, static: tuple, arrays: tuple, chip: str, cache: Cache, temporary: int):
-    """Compile a step that donates its cache, `arrays[1]`: it fits beside it, and neither pool nor index is copied. Returns the kernels."""
+    """Compile a step that donates its cache, `arrays[1]`: it fits beside it, and neither pool nor index is copied.
+    Returns the kernels."""
     with dispatch.listening() as path:
         compiled = tpu_kernels.compile_ahead(lambda *arrays: step(StepStatic(*static), step.inputs(*arrays)), arrays, chip, donate=(1,))
     pools = jax.tree.leaves(cache.layers)

@@ -1,4 +1,5 @@
-"""Layers with a window are a group of their own: they read their window, give pages back, and every path through the engine knows it."""
+"""Layers with a window are a group of their own: they read their window, give pages back, and every path through the
+engine knows it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("everything_is_given_back")
 WINDOW, PAGE, CHUNK = 40, 16, 32
 NEAR = f"window:{WINDOW}"
 MOST = -(-(WINDOW - 1 + CHUNK + 15) // PAGE) + 1
-"""Pages of the window group that a sequence holds at most: of a window, a chunk, and the 16 tokens that one step may write."""
+"""Pages of the window group that a sequence holds at most: of a window, a chunk, and the 16 tokens that one step may
+write."""
 
 
 @pytest.fixture(scope="module")

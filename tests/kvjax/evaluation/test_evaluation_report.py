@@ -32,7 +32,8 @@ def retrieval(first, *, wrong, haystack="codes"):
 
 
 def forced():
-    """Two windows of 64 steps: even steps are confident; top:8 fails at one confident step of window 1, mean:8 at all others."""
+    """Two windows of 64 steps: even steps are confident; top:8 fails at one confident step of window 1, mean:8 at all
+    others."""
     margin = np.tile([2.0, 0.3], (2, 32))
     flat = np.ones_like(margin)
 
@@ -70,7 +71,8 @@ def row_of(figures, kind, policy):
 
 
 def test_every_trial_of_a_cell_that_dense_passes_counts(figures):
-    """Dense finds 18 of 20, two of four in the second fifth of depth; the trials that it does not find count as well."""
+    """Dense finds 18 of 20, two of four in the second fifth of depth; the trials that it does not find count as
+    well."""
     dense = row_of(figures, "retrieval", "dense")
     assert [(cell["hits"], cell["trials"]) for cell in dense["by_depth"]] == [(4, 4), (2, 4), (4, 4), (4, 4), (4, 4)]
     assert (dense["hits"], dense["trials"], dense["invalid_trials"]) == (18, 20, 0)
@@ -175,7 +177,8 @@ def test_nothing_is_said_of_few_trials(figures):
 
 
 def test_a_policy_holds_where_neither_facts_nor_kl_are_lost(figures, few_trials):
-    """top:8 loses 1 of 18, which is no evidence; mean:8 finds no fewer by the interval, and its KL is 0.05; the window loses all."""
+    """top:8 loses 1 of 18, which is no evidence; mean:8 finds no fewer by the interval, and its KL is 0.05; the window
+    loses all."""
     (line,) = verdicts(figures)
     held, failed = line.split("; fail: ")
     assert held == "needle in codes at 2,048 tokens: hold: top:8 (1,664)"

@@ -125,7 +125,8 @@ def scripted(embedded, text, monkeypatch):
         run = RecallRun(embedded, text, plan)
         prompts = [prompt for some in run._prompts.values() for prompt in some]
         ScriptedEngine.script = {tuple(p.ids[: p.late // 128 * 128]): p.ids for p in prompts}
-        # The control misses the last token of every value, and every second token of passages; the oracle the first token of one value.
+        # The control misses the last token of every value, and every second token of passages; the oracle the first
+        # token of one value.
         window = {(tuple(p.ids), f.start + f.count - 1) for p in prompts for f in p.facts}
         window |= {(tuple(p.ids), at) for p in prompts for e in p.passages for at in range(e.start + 4, e.start + e.count, 2)}
         first = run._prompts[512][0]

@@ -114,7 +114,8 @@ def test_ask_feeds_the_question_and_then_what_the_engine_says(engine, trials, em
 
 
 def test_tokens_are_fed_in_place_of_what_the_engine_says(engine, trials):
-    """The row whose tokens are given goes on with them, and what it would have said is returned; the other rows are as before."""
+    """The row whose tokens are given goes on with them, and what it would have said is returned; the other rows are as
+    before."""
     scripts = [trial.turns for trial in trials[:2]]
     sequences = engine.prefill([trial.haystack_ids for trial in trials[:2]])
     own, *_ = speak(engine, sequences, scripts, policy="right")
@@ -167,7 +168,8 @@ def test_figures_of_a_result():
 
 @pytest.mark.long
 def test_embedded_model_finds_needles_unless_they_are_left_out(embedded, text, listed_pages):
-    """By a window, or by a defect planted in a policy: the pages of the first needle, at a quarter of the text, are not in the list."""
+    """By a window, or by a defect planted in a policy: the pages of the first needle, at a quarter of the text, are not
+    in the list."""
     length, done = 640, []
     policies = ("dense", "window:64+1024", "window:64+128", listed_pages((1, 2)))
     dense, wide, narrow, dropped = find_needles(

@@ -77,7 +77,8 @@ def test_difference_of_paired_shares():
     assert (round(published.value, 4), round(published.low, 4), round(published.high, 4)) == (0.2, 0.0569, 0.3404)
     mirrored = pairs(36, 12, 2, 0).difference
     assert (mirrored.low, mirrored.high) == pytest.approx((-published.high, -published.low))
-    # Where both tend to succeed together, a continuity correction of half the trials lessens phi: (40 * 46 - 10 * 4 - 50) here.
+    # Where both tend to succeed together, a continuity correction of half the trials lessens phi: (40 * 46 - 10 * 4 -
+    # 50) here.
     reference, policy, phi = proportion(50, 100), proportion(44, 100), 1750 / math.sqrt(50 * 50 * 44 * 56)
     below, above = policy.value - policy.low, reference.high - reference.value
     found = pairs(40, 10, 4, 46).difference
@@ -168,7 +169,8 @@ def test_an_interval_over_windows():
 
 
 def test_windows_that_differ_are_covered_and_blocks_of_them_are_not():
-    """Five windows, each with a level of its own: what holds for other windows is what the interval over windows says."""
+    """Five windows, each with a level of its own: what holds for other windows is what the interval over windows
+    says."""
     rng, held = np.random.default_rng(0), {"windows": 0, "blocks": 0}
     for _ in range(100):
         steps = 1.0 + rng.normal(0, 0.3, (5, 1)) + rng.normal(0, 0.3, (5, 32))

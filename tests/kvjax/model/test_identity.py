@@ -140,7 +140,8 @@ def test_weights_in_numpy_arrays_are_read_every_time(model_factory):
 
 
 def test_the_text_of_a_model_of_like_layers_is_that_of_the_first_version():
-    """Evidence, cost models and sequences on disk name models by it. compute_dtype, and biases that came later, are not in it."""
+    """Evidence, cost models and sequences on disk name models by it. compute_dtype, and biases that came later, are not
+    in it."""
     expected = (
         "ModelConfig(family='qwen2', vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, "
         "num_kv_heads=4, head_dim=128, rope_theta=1000000.0, rope_scaling=None, norm_eps=1e-06, tie_embeddings=False, "

@@ -1,4 +1,5 @@
-"""The best of candidates and lists in order: pairs compared and sorting agree, with ties, missing ids and odd scores."""
+"""The best of candidates and lists in order: pairs compared and sorting agree, with ties, missing ids and odd
+scores."""
 
 import jax
 import numpy as np

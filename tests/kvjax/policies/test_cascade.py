@@ -1,4 +1,5 @@
-"""Cascade selection: the list against a definition in NumPy, its rules, what it reads, and mutants that the comparison must catch."""
+"""Cascade selection: the list against a definition in NumPy, its rules, what it reads, and mutants that the comparison
+must catch."""
 
 import dataclasses
 import functools
@@ -72,7 +73,8 @@ def select(policy, layer, query, table, lengths):
 
 
 def select_on_mesh(policy, layer, query, table, lengths, context=4):
-    """The list of every device, `[context, B, K, W]`, where pages are sharded. Each has the whole pool and a part of the table."""
+    """The list of every device, `[context, B, K, W]`, where pages are sharded. Each has the whole pool and a part of
+    the table."""
     shards = Shards(kvjax.mesh(context=context))
 
     def on_device(layer, query, table, lengths):

@@ -1,4 +1,5 @@
-"""Heavy hitters: the pages, and the tokens, of most attention mass, against a simulation in numpy; and the memory that is given back."""
+"""Heavy hitters: the pages, and the tokens, of most attention mass, against a simulation in numpy; and the memory that
+is given back."""
 
 import dataclasses
 import functools
@@ -98,7 +99,8 @@ def of_tokens(model, text, policy=TOKENS):
 
 @pytest.fixture(scope="module")
 def words():
-    """A text in which the pages of most mass are not the first ones, and differ from those of the first layer or head alone."""
+    """A text in which the pages of most mass are not the first ones, and differ from those of the first layer or head
+    alone."""
     return tuple(np.random.default_rng(25).integers(0, 12, LAST).tolist())
 
 

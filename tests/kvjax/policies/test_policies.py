@@ -113,7 +113,8 @@ def test_dense_layers_read_everything():
 @pytest.mark.parametrize(("sink", "window"), [(4, 20), (64, 200), (0, 1), (130, 129), (128, 128), (5, 4000)])
 @pytest.mark.parametrize("length", [1, 20, 129, 1000, 1024, 1025])
 def test_window_is_exact_to_the_token(sink, window, length):
-    """What the listed blocks and the mask leave is the first `sink` and the last `window` tokens, no more and no less."""
+    """What the listed blocks and the mask leave is the first `sink` and the last `window` tokens, no more and no
+    less."""
     blocks = select(Window(sink, window), pool(20), length)
     assert blocks.window == (sink, window)
     covered = {token for block in listed(blocks) for token in range(block * P, (block + 1) * P)}
@@ -125,7 +126,8 @@ def test_window_is_exact_to_the_token(sink, window, length):
 
 def test_a_window_over_drafted_tokens_begins_where_that_of_the_first_does():
     query = jnp.zeros((1, 5, K * G, D))
-    # Queries stand at 2,047 .. 2,051, the first in page 15; its window of 128 tokens begins in page 15's first token: 1,920.
+    # Queries stand at 2,047 .. 2,051, the first in page 15; its window of 128 tokens begins in page 15's first token:
+    # 1,920.
     assert listed(select(Window(0, 128), pool(20), 2052, query)) == [15, 16]
     assert listed(select(Window(0, 129), pool(20), 2052, query)) == [14, 15, 16]
     assert listed(select(Window(0, 128), pool(20), 0, query)) == []

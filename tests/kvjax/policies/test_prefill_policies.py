@@ -1,4 +1,5 @@
-"""Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding, extending."""
+"""Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding,
+extending."""
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +150,8 @@ def test_oracle_takes_the_most_attention():
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_no_lists_hold_more_attention_than_the_oracle(alike):
-    """Per tile and head, the attention to distant blocks that a list holds. Where all queries of a tile are alike, any of them measures
-    what the oracle knows, but mean keys still do not."""
+    """Per tile and head, the attention to distant blocks that a list holds. Where all queries of a tile are alike, any
+    of them measures what the oracle knows, but mean keys still do not."""
     query, layer, ctx = chunk()
     query = jnp.repeat(query[:, ::8], 8, axis=1) if alike else query
     mass = np.asarray(attention_mass(query, layer, ctx, 8, 8))[0]
@@ -170,8 +171,8 @@ def test_no_lists_hold_more_attention_than_the_oracle(alike):
 
 @pytest.mark.parametrize("rank", ["score", "mass"])
 def test_measure_once_unites_and_trims(rank):
-    """Over the exact selector: by the mean of a block's log-sum-exp over the rows that chose it (Algorithm 2), or by the attention that
-    they pay it; the best k_trim."""
+    """Over the exact selector: by the mean of a block's log-sum-exp over the rows that chose it (Algorithm 2), or by
+    the attention that they pay it; the best k_trim."""
     query, layer, ctx = chunk()
     policy = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=3, k_trim=4, rank=rank)
     lists = find_lists(policy, query, layer, ctx)
@@ -240,7 +241,8 @@ def test_prefill_and_decode_policies_compose(model, text):
 @pytest.mark.quick_but("window")
 @pytest.mark.parametrize("name", ["momo", "window"])
 def test_extending(model, text, name):
-    """At a chunk's end it goes on as one prefill would; within a chunk by queries that stand alone too, else that chunk is dense."""
+    """At a chunk's end it goes on as one prefill would; within a chunk by queries that stand alone too, else that chunk
+    is dense."""
     policy = SPARSE[name]
     engine = Engine(model, prefill=policy, **ENGINE)
     whole = np.asarray(engine.prefill([text[:150]])[0].logits)

@@ -1,4 +1,5 @@
-"""TopTokens: which tokens a query reads, what it hands to the next step; and writing latent pages, against a loop in numpy."""
+"""TopTokens: which tokens a query reads, what it hands to the next step; and writing latent pages, against a loop in
+numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +267,8 @@ def test_copy_page_copies_latents_and_all_that_belongs_to_them():
 
 
 def test_pages_are_as_large_as_they_say():
-    """DeepSeek-V3.2's, bytes per token: 576 latents of 2, and the indexer's 128 elements of 2, or of 1 and a scale of 4."""
+    """DeepSeek-V3.2's, bytes per token: 576 latents of 2, and the indexer's 128 elements of 2, or of 1 and a scale of
+    4."""
     for index_dtype, expected in ((None, 1152 + 256), (jnp.float8_e4m3fn, 1152 + 132)):
         layer = empty_latents(3, 128, 512, 64, 128, jnp.bfloat16, index_dtype)
         arrays = (layer.pages.k, *layer.index.values())

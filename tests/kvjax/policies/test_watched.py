@@ -55,7 +55,8 @@ def case(seed=0, lengths=LENGTHS):
 
 
 def attention(query, layer, ctx, row, listed):
-    """Output of every head of a row over all its keys, and the share of softmax outside the list `[K, S]` of positions."""
+    """Output of every head of a row over all its keys, and the share of softmax outside the list `[K, S]` of
+    positions."""
     length = int(ctx.lengths[row])
     pages = np.asarray(ctx.page_table)[row, : -(-length // P)]
     k, v = (np.asarray(x, np.float64)[pages].transpose(1, 0, 2, 3).reshape(K, -1, D)[:, :length] for x in (layer.pages.k, layer.pages.v))
@@ -130,7 +131,8 @@ def test_a_wrong_share_fails_the_suite(mutant, monkeypatch):
 
 
 def check_levels(seed=0):
-    """After an alarm, heads read the smallest of list, larger list and everything that misses little enough; others stay."""
+    """After an alarm, heads read the smallest of list, larger list and everything that misses little enough; others
+    stay."""
     query, layer, ctx = case(seed)
     _, own = attention(query, layer, ctx, 0, positions(TOP, query, layer, ctx, 0))
     wider = Watched(TOP).wider

@@ -1,4 +1,5 @@
-"""Quiet steps of a watched policy run the program of the policy alone, and answers do not depend on which program a step ran."""
+"""Quiet steps of a watched policy run the program of the policy alone, and answers do not depend on which program a
+step ran."""
 
 import numpy as np
 import pytest
@@ -97,7 +98,8 @@ def test_steps_are_measured_after_a_prompt_and_then_by_position(engine, prompts)
 
 
 def test_quiet_steps_run_the_program_of_an_unwatched_job(engine, prompts, ran):
-    """Positions 200 to 218: 200, 208 and 216 are measured. The step after one that may raise an alarm does not wait for its flag."""
+    """Positions 200 to 218: 200, 208 and 216 are measured. The step after one that may raise an alarm does not wait for
+    its flag."""
     plain, loud = answers(engine, [prompts[LONG]], PLAIN), []
     assert set(ran) == {PLAIN}
     for policy, watched in ((MEASURED, {0, 8, 16}), (QUIET, {0, 1, 8, 9, 16, 17}), (ALARMED, set(range(19)))):
@@ -191,7 +193,8 @@ def test_a_wrong_choice_of_programs_fails_the_suite(engine, prompts, monkeypatch
 
 
 def test_drafts_run_one_program(engine, prompts, ran):
-    """Drafted tokens attend one by one in the program that measures, and together in the other, which rounds otherwise."""
+    """Drafted tokens attend one by one in the program that measures, and together in the other, which rounds
+    otherwise."""
     policy, runs = parse(QUIET), []
     for drafts in ([5, 6, 7], [50, 60, 70]):
         (sequence,) = engine.prefill([prompts[LONG]])

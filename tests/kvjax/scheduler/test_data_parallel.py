@@ -1,4 +1,5 @@
-"""Replicas: several engines of one process answer one stream of requests, each request once and with the bits of one engine."""
+"""Replicas: several engines of one process answer one stream of requests, each request once and with the bits of one
+engine."""
 
 import collections
 import contextlib
@@ -56,8 +57,8 @@ def assert_free(engine):
 
 
 def requests_of(text, count=9, *, mixed=False):
-    """Of different lengths; some begin the same way. All fit into a page table of one width, so that few programs are compiled. mixed: some
-    draw at random."""
+    """Of different lengths; some begin the same way. All fit into a page table of one width, so that few programs are
+    compiled. mixed: some draw at random."""
     return [
         Request(
             np.array(text[number % 3 : number % 3 + 16 + 4 * number]),

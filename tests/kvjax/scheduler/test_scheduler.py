@@ -153,7 +153,8 @@ def test_texts_are_left_out_for_those_who_read_ids(engine):
 
 
 def test_a_prompt_is_cancelled_after_a_chunk(engine):
-    """A step ends between two chunks, so the slot and the pages of a long prompt are free after one, and the next request gets them."""
+    """A step ends between two chunks, so the slot and the pages of a long prompt are free after one, and the next
+    request gets them."""
     scheduler = Scheduler(engine, slots=1)
     long, other = scheduler.submit(asked("a" * 900, 3)), scheduler.submit(asked("other", 3))
     for chunks in (1, 2):
@@ -325,8 +326,8 @@ def test_cancelled_before_its_first_token_is_read(engine, count):
 
 @pytest.mark.long
 def test_what_is_read_is_counted_the_same_whatever_is_kept_of_a_token(engine):
-    """Samples of which nothing but ids is kept take their tokens together. Others take them one by one, and so do all as long as one of
-    them keeps more, or somebody listens."""
+    """Samples of which nothing but ids is kept take their tokens together. Others take them one by one, and so do all
+    as long as one of them keeps more, or somebody listens."""
     jobs = (("a", 9), ("b" * 130, 17), ("cd", 4), ("e" * 90, 30), ("f", 2), ("g", 12))
     plain = [asked(name, count, policy=policy, temperature=0.9, seed=count) for policy in ("dense", "top:2") for name, count in jobs]
     expected = [alone(engine, request) for request in plain]

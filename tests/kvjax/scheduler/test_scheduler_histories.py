@@ -1,7 +1,8 @@
-"""Random histories of a scheduler: whatever was submitted, cancelled and suspended, every request ends as it does alone.
+"""Random histories of a scheduler: whatever was submitted, cancelled and suspended, every request ends as it does
+alone.
 
-A history submits random requests at random times to one scheduler with few pages, and cancels some. Each completion is compared with
-that of the same request alone; a cancelled one with the beginning of it.
+A history submits random requests at random times to one scheduler with few pages, and cancels some. Each completion is
+compared with that of the same request alone; a cancelled one with the beginning of it.
 """
 
 import numpy as np
@@ -110,7 +111,8 @@ def test_random_histories_end_as_each_request_alone():
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "shared"])
 def test_random_histories_of_several_steps_per_launch(family):
-    """Rows end in the middle of launches, are cancelled there, and pages run out there; the reference launches one step at a time."""
+    """Rows end in the middle of launches, are cancelled there, and pages run out there; the reference launches one step
+    at a time."""
     counts = run_histories(make_family(family), range(20), FEW, launches=(4, 7, 16))
     assert min(counts["preemptions"], counts["stopped"], counts["cancelled"]) > 0
 

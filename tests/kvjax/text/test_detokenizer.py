@@ -95,7 +95,8 @@ def test_a_space_that_depends_on_the_token_before_is_kept():
 
 
 def ends_by_definition(text, stops):
-    """Character by character: a stop string ends the text where the text so far ends with it, with or without special tokens."""
+    """Character by character: a stop string ends the text where the text so far ends with it, with or without special
+    tokens."""
     shown, seen = "", ""
     for character in text:
         special = {"{": "<|end|>", "}": "<|tool|>"}.get(character, "")

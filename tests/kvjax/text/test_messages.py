@@ -41,7 +41,8 @@ def counts(ids, tokenizer):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["a", " ", "<|", "|>", "end", "é", *SPECIALS]), max_size=6).map("".join))
 def test_special_tokens_in_contents_are_plain_text(name, content):
-    """No content adds a control token, not even two contents that meet, and none changes the text. Without them ids stay as they were."""
+    """No content adds a control token, not even two contents that meet, and none changes the text. Without them ids
+    stay as they were."""
     tokenizer = TOKENIZERS[name]
     plain, said = ([{"role": "user", "content": text, "name": text}] for text in ("", content))
     ids = chat_ids(said, tokenizer, {})
@@ -127,7 +128,8 @@ def test_a_template_that_changes_texts_makes_no_control_token_of_them(part, cont
 
 
 def test_added_tokens_that_the_template_writes_are_plain_text_outside_answers():
-    """As DeepSeek's and Qwen's tokenizers have them: tokens for turns and for thoughts that are not marked as special."""
+    """As DeepSeek's and Qwen's tokenizers have them: tokens for turns and for thoughts that are not marked as
+    special."""
     made = byte_level()
     made.add_tokens([AddedToken(each, special=False, normalized=False) for each in ("<|user|>", "<|model|>", "<think>", "<other>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)

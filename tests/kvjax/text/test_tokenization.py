@@ -1,4 +1,5 @@
-"""What people give as a prompt, and names they know from elsewhere: it works, or one sentence says what to do instead."""
+"""What people give as a prompt, and names they know from elsewhere: it works, or one sentence says what to do
+instead."""
 
 import dataclasses
 import pickle

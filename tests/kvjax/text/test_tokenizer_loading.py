@@ -48,8 +48,8 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def asking(plain, tmp_path, monkeypatch):
-    """`asking(family, auto_map, json=..., in_config=...)`: a model that names its own code, and the file that the code would write. A
-    program that asks on stdin is told yes."""
+    """`asking(family, auto_map, json=..., in_config=...)`: a model that names its own code, and the file that the code
+    would write. A program that asks on stdin is told yes."""
 
     def make(family=None, auto_map=None, tokenizer_json=False, in_config=None):
         folder, mark = tmp_path / "asks", tmp_path / "ran"

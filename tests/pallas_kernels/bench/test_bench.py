@@ -115,7 +115,8 @@ def test_pools_are_permuted_and_no_table_names_the_page_of_nan():
 
 @pytest.mark.long
 def test_packed_pages_are_compared_with_unpacked_ones():
-    """The same op, places and queries, with the last page open; checked against numbers that are not rounded on the way from codes."""
+    """The same op, places and queries, with the last page open; checked against numbers that are not rounded on the way
+    from codes."""
     plain, packed = (Case("dense", "tiny", 1024, 2, "dense", format) for format in (None, "int8-channel"))
     assert {plain, packed} <= set(matching([f"{plain.name}*"]))
     rows = run(plain, packed)

@@ -31,7 +31,8 @@ def trace(*lines: tuple[str, str, list[tuple[str, int, int]]]) -> ProfileData:
 
 
 def calls_of(*ops: list[tuple[str, float, float]], calls: int, period: float) -> list[Kernel]:
-    """`calls` calls, a long pause apart; each runs the ops `period` nanoseconds apart. An op: (name, start, end) of its kernels."""
+    """`calls` calls, a long pause apart; each runs the ops `period` nanoseconds apart. An op: (name, start, end) of its
+    kernels."""
     kernels = []
     for call in range(calls):
         for number, op in enumerate(ops):

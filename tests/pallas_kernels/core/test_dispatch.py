@@ -27,7 +27,8 @@ FUNCTIONS = {"gated_delta": ("delta_page", "delta_step", "delta_fold")}
 
 
 def test_the_table_and_the_folders_agree():
-    """Every folder of an op is in the table with exactly the implementations that lie in it, and each defines the op."""
+    """Every folder of an op is in the table with exactly the implementations that lie in it, and each defines the
+    op."""
     folders = {path.parent.name for path in FOLDER.glob("*/*/api.py")}
     assert folders == set(dispatch.IMPLEMENTATIONS) == set(dispatch.MODULES)
     for op, names in dispatch.IMPLEMENTATIONS.items():

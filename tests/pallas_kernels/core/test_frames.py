@@ -1,5 +1,5 @@
-"""Pages whose frame is not their id: every op that reads or writes pages gives the same bits, finds bytes by frame and rows of an index by
-id, and needs no frame for what it does not read; `missing` counts what it would have read."""
+"""Pages whose frame is not their id: every op that reads or writes pages gives the same bits, finds bytes by frame and
+rows of an index by id, and needs no frame for what it does not read; `missing` counts what it would have read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Pool:
         self.size = paged.k.shape[2]
         kinds = {"kind": "bounds", "block_size": self.block_size}
         keys = jnp.nan_to_num(paged.k)
-        # As many rows as there are frames, so that a lookup by frame finds one: of pages past the ids, and those would be chosen.
+        # As many rows as there are frames, so that a lookup by frame finds one: of pages past the ids, and those would
+        # be chosen.
         self.index = jnp.pad(page_index(keys, **kinds), ((0, 3), *[(0, 0)] * 4), constant_values=50)
 
     @property
@@ -321,7 +322,8 @@ COUNTS = {
 
 @pytest.mark.parametrize("case", COUNTS)
 def test_missing_counts_what_would_be_read(case):
-    """Pages of 4 tokens; the first row has 16 tokens, its second and third page no frame; the second row 9, its third none."""
+    """Pages of 4 tokens; the first row has 16 tokens, its second and third page no frame; the second row 9, its third
+    none."""
     spec, expected = COUNTS[case]
     lengths = jnp.asarray(spec.get("lengths", [16, 9]), jnp.int32)
     frames = jnp.array([[0, -1, -1, 7], [4, 5, -1, -1]], jnp.int32)

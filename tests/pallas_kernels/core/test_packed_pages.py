@@ -1,5 +1,5 @@
-"""Packed pages: every op that reads pages gives attention over the unpacked ones, in bounded memory; a query's own page is read as it was
-before it was packed, where it is open."""
+"""Packed pages: every op that reads pages gives attention over the unpacked ones, in bounded memory; a query's own page
+is read as it was before it was packed, where it is open."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ OPS = {
 
 
 def _call(tools, op: str, form: str, **more):
-    """Operands (pages second) and keywords of a call over packed pages: permuted pages, NaN behind each length, ragged rows."""
+    """Operands (pages second) and keywords of a call over packed pages: permuted pages, NaN behind each length, ragged
+    rows."""
     decodes = op in ("gather_attention", "selected_attention")
     paged = tools.make_paged(seed=5, lengths=(96, 0, 17, 40), num_queries=2 if decodes else 7, **more)
     # A page is packed once it is full; what lies behind a length then is what earlier tokens left there.
@@ -155,7 +156,8 @@ def test_a_view_of_packed_keys(tools):
 
 
 class Sequences:
-    """Rows over a pool whose pages are all packed and all open; `mixed(row, page)` is the pool as a query in `page` sees it."""
+    """Rows over a pool whose pages are all packed and all open; `mixed(row, page)` is the pool as a query in `page`
+    sees it."""
 
     def __init__(self, tools, lengths, form="keys per channel, values of 4 bits", **more):
         paged = tools.make_paged(seed=8, lengths=lengths, **more)
@@ -192,8 +194,8 @@ class Sequences:
     ],
 )
 def test_a_decoded_query_reads_its_own_page_open(tools, implementation, num_queries, keywords):
-    """Drafts that cross a page's end: a query behind it reads the page as packed, one before it does not. Listed blocks of the own page
-    are read open, others of it are not read."""
+    """Drafts that cross a page's end: a query behind it reads the page as packed, one before it does not. Listed blocks
+    of the own page are read open, others of it are not read."""
     s = Sequences(tools, (96, 33, 17, 50, 65), num_queries=num_queries)
     listed, keywords = keywords.get("blocks"), {name: x for name, x in keywords.items() if name != "blocks"}
     if listed:
@@ -297,8 +299,8 @@ def test_frames_apart_from_ids_give_the_same_bits(tools, op):
 @pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention", "gather_attention")
 @pytest.mark.parametrize("op", READERS)
 def test_what_no_query_reads_has_no_influence(tools, op):
-    """NaN in the codes of the last page, which no query reads as packed, and in open rows of pages before the first query's, which are not
-    open then."""
+    """NaN in the codes of the last page, which no query reads as packed, and in open rows of pages before the first
+    query's, which are not open then."""
     s = Sequences(tools, (96, 43, 35), num_queries=18)
     attend, first = READERS[op], s.lengths - (3 if op == "gather_attention" else 18)
     expected = attend(s, s.pages)
@@ -385,7 +387,8 @@ UNPACKS = {"gather_attention", "selected_attention", "flash_attention", "block_s
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_refuse_packed_pages_by_name(tools, op):
-    """Each other kernel says why it cannot take them, and so dispatch takes `xla` or `composed`, with the reason in its log."""
+    """Each other kernel says why it cannot take them, and so dispatch takes `xla` or `composed`, with the reason in its
+    log."""
     operands, _ = _call(tools, op, "int8", head_dim=128)
     kernels = [name for name in dispatch.IMPLEMENTATIONS[op] if name in ("mosaic_gpu", "mosaic_tpu", "cudnn")]
     kernels = [name for name in kernels if not (op in UNPACKS and name == "mosaic_gpu")]

@@ -1,4 +1,5 @@
-"""Pages themselves, and what every op that takes them promises: V of another width or format than K, V as a view of K, refusals."""
+"""Pages themselves, and what every op that takes them promises: V of another width or format than K, V as a view of K,
+refusals."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_values_need_not_be_like_keys(tools, op, form):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_reference_agrees_with_attention_over_arrays_that_are_alike(tools, op):
-    """Narrow values and a view are columns of attention with values as wide as its keys, which the ops' own suites compare with JAX's."""
+    """Narrow values and a view are columns of attention with values as wide as its keys, which the ops' own suites
+    compare with JAX's."""
     (q, pages, *rest), keywords = _operands(tools, op, "narrow values")
     whole = Pages(pages.k, jnp.pad(pages.v, ((0, 0), (0, 0), (0, 0), (0, 8))))
     tools.assert_rows_close(

@@ -1,4 +1,5 @@
-"""Results are JSON, whatever was measured: NaN and infinity, which JSON does not have, become null, and the file says so."""
+"""Results are JSON, whatever was measured: NaN and infinity, which JSON does not have, become null, and the file says
+so."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""A soft-cap of logits: every op of attention in plain XLA against NumPy, or against its reference, and no kernel takes it."""
+"""A soft-cap of logits: every op of attention in plain XLA against NumPy, or against its reference, and no kernel takes
+it."""
 
 import importlib
 import math

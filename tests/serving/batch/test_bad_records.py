@@ -1,4 +1,5 @@
-"""Bad records by the hundred in one job: each is an error of its own line, and its neighbours' answers are what they are without it."""
+"""Bad records by the hundred in one job: each is an error of its own line, and its neighbours' answers are what they
+are without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Batch jobs on a real engine: answers equal those of `kvjax.generate`, one by one, whatever the company, the order, and the crashes."""
+"""Batch jobs on a real engine: answers equal those of `kvjax.generate`, one by one, whatever the company, the order,
+and the crashes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def answers(engine, records=RECORDS, **options):
 
 
 def alone(engine, record):
-    """What the token loop makes of one record by itself; nothing of the code under test but the seed that an id gives."""
+    """What the token loop makes of one record by itself; nothing of the code under test but the seed that an id
+    gives."""
     fields = {key: value for key, value in (record.get("body") or record).items() if key not in ("id", "messages", "prompt", "max_tokens")}
     if "messages" in (record.get("body") or record):
         text = "".join(f"<{m['role']}>{m['content']}\n" for m in (record.get("body") or record)["messages"]) + "<assistant>"

@@ -1,4 +1,5 @@
-"""Batch jobs that are killed at any moment: run again until they end, they leave the output that an undisturbed job leaves."""
+"""Batch jobs that are killed at any moment: run again until they end, they leave the output that an undisturbed job
+leaves."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def test_killed_jobs_end_with_the_output_of_one_that_was_not(model_folder, tmp_p
                 job.send_signal(draw.choice(SIGNALS))
                 said, _ = job.communicate(timeout=60)
                 kills, disturbed = kills + 1, True
-            # An interrupt that arrives in JAX's own callback of the garbage collector is printed there and lost; the job goes on.
+            # An interrupt that arrives in JAX's own callback of the garbage collector is printed there and lost; the
+            # job goes on.
             assert "Traceback" not in said or "_xla_gc_callback" in said, said
         found = answers(out)
         lost += RECORDS + 1 - len(found)

@@ -1,4 +1,5 @@
-"""Records with very long texts: those that cannot fit are refused at once, and others do not wait while one is tokenized."""
+"""Records with very long texts: those that cannot fit are refused at once, and others do not wait while one is
+tokenized."""
 
 from __future__ import annotations
 

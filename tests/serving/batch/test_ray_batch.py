@@ -40,8 +40,8 @@ KILLS = 30
 
 
 def records(count):
-    """Plain records and OpenAI requests, greedy and drawn. Some are wrong: unknown fields, which this process sees, or too long, which a
-    worker sees."""
+    """Plain records and OpenAI requests, greedy and drawn. Some are wrong: unknown fields, which this process sees, or
+    too long, which a worker sees."""
     made = []
     for number in range(count):
         record = {"id": f"r{number}", "prompt": "amber basil coral " * (number % 4 + 1), "max_new_tokens": 3 + number % 20}
@@ -85,7 +85,8 @@ def run_here(setup, source, out):
 
 @pytest.fixture(scope="module")
 def ray_apart():
-    """Whatever Ray writes goes to a folder of its own, not to the user's. The path is short, because Ray makes sockets below it."""
+    """Whatever Ray writes goes to a folder of its own, not to the user's. The path is short, because Ray makes sockets
+    below it."""
     folder = tempfile.mkdtemp(prefix="ray-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
@@ -140,7 +141,8 @@ def on_results(monkeypatch, do):
 @pytest.mark.long
 @pytest.mark.timeout(900)  # on a busy machine, the processes of a cluster take minutes to start
 def test_a_small_job_on_a_cluster(cluster, setup, tmp_path):
-    """A worker answers what this process would, in the order of the input, and a record that is wrong is an error of its own."""
+    """A worker answers what this process would, in the order of the input, and a record that is wrong is an error of
+    its own."""
     source = write(tmp_path / "in.jsonl", records(4))
     setup = dataclasses.replace(setup, slots=2)
     summary = on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup, defaults=DEFAULTS)
@@ -151,8 +153,8 @@ def test_a_small_job_on_a_cluster(cluster, setup, tmp_path):
 
 @pytest.mark.long
 def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, setup, tmp_path, monkeypatch):
-    """A job that was begun in this process is interrupted, and continued on Ray. There a worker is killed when some of its block's answers
-    have come."""
+    """A job that was begun in this process is interrupted, and continued on Ray. There a worker is killed when some of
+    its block's answers have come."""
     made = [{**record, "id": str(record["id"])} for record in records(40) if "custom_id" not in record and "unknown" not in record]
     rows, names = [*made, {"id": "bad"}], ("id", "prompt", "max_new_tokens", "temperature", "top_k", "logprobs")
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -285,8 +287,8 @@ def test_a_job_that_may_not_go_on_is_refused_before_a_worker_starts(setup, tmp_p
 
 
 def test_a_small_job_is_that_of_this_process(setup, tmp_path, monkeypatch):
-    """A replica answers what this process would, block by block; the output has the order of the input, and a record that is wrong is an
-    error of its own. `test_a_small_job_on_a_cluster` does it with processes of Ray."""
+    """A replica answers what this process would, block by block; the output has the order of the input, and a record
+    that is wrong is an error of its own. `test_a_small_job_on_a_cluster` does it with processes of Ray."""
     source, setup = write(tmp_path / "in.jsonl", records(4)), dataclasses.replace(setup, slots=2)
 
     def answers_of(left, sized, place, replicas, _):

@@ -1,4 +1,5 @@
-"""`kvjax bench prefill` on tiny shapes: rows and tables say what was run; parts of a profile; measures against dense attention."""
+"""`kvjax bench prefill` on tiny shapes: rows and tables say what was run; parts of a profile; measures against dense
+attention."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_one_failure_loses_no_other_row(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4)])
 def test_a_prompt_on_a_mesh_has_the_logits_of_one_device(sizes, monkeypatch):
-    """In chunks whose tables are wider and wider, as those of long prompts are. Long cases run dense prefill on their meshes, too."""
+    """In chunks whose tables are wider and wider, as those of long prompts are. Long cases run dense prefill on their
+    meshes, too."""
     monkeypatch.setattr(prefill_bench, "staged_width", lambda pages: -(-pages // 4) * 4)
     policies = *policies_of("dense"), BoundsBlocks(k=1, window_tokens=128, dense_below=0)
     shape, params = ("tiny", config_of("tiny", dtype="float32"), (700,), policies, 256, 1, None, None), None

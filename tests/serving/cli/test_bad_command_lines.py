@@ -1,4 +1,5 @@
-"""Wrong command lines, for every command: each ends with exit status 1 or 2 and one line that names what is wrong, and writes nothing."""
+"""Wrong command lines, for every command: each ends with exit status 1 or 2 and one line that names what is wrong, and
+writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A server with a tiny model, for tests that kill it: `python killed_server.py FOLDER`. Prints its port when it listens."""
+"""A server with a tiny model, for tests that kill it: `python killed_server.py FOLDER`. Prints its port when it
+listens."""
 
 import sys
 import threading

@@ -58,7 +58,8 @@ def serving(engine, **options):
 
 
 class Attacker:
-    """Hostile calls of a dozen kinds, drawn at random. codes: what gRPC answered. sessions: its own, of which some have been closed."""
+    """Hostile calls of a dozen kinds, drawn at random. codes: what gRPC answered. sessions: its own, of which some have
+    been closed."""
 
     def __init__(self, server, seed):
         self.types, self.random = protocol(), random.Random(seed)
@@ -219,7 +220,8 @@ STRANGE = ("", "0" * 32, "F" * 32, "../../etc/passwd", "x" * 5000, "\0", "Ünï"
 
 
 def withstand(engine, count):
-    """Attack a server `count` times from several threads, while a session of somebody else generates. Its tokens stay what they were."""
+    """Attack a server `count` times from several threads, while a session of somebody else generates. Its tokens stay
+    what they were."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(engine, max_message_bytes=2**18))
         client = stack.enter_context(Client(f"127.0.0.1:{server.port}", timeout_s=WAIT))
@@ -252,7 +254,8 @@ def withstand(engine, count):
 
 
 def forget_unheard(runtime, but):
-    """Close sessions of whose ids nobody heard, and count them: a call's deadline may pass while its answer is on the way.
+    """Close sessions of whose ids nobody heard, and count them: a call's deadline may pass while its answer is on the
+    way.
 
     Such a session is idle, and would end by its time.
     """
@@ -310,7 +313,8 @@ def test_a_reader_that_takes_nothing_is_cut_off(engine, caplog):
 
 
 def stored(folder):
-    """The histories on disk, by session, as the next server will read them. The server's process may have made other weights than this."""
+    """The histories on disk, by session, as the next server will read them. The server's process may have made other
+    weights than this."""
     (model, *others) = {json.loads(path.read_bytes().partition(b"\n")[0].rpartition(b" ")[0])["model"] for path in folder.glob("*.session")}
     assert not others
     journal = Journal(folder, model)
@@ -320,7 +324,8 @@ def stored(folder):
 
 
 def kills(folder, rounds):
-    """Kill a server again and again while a client talks to it, and compare what is on disk with what the client was told.
+    """Kill a server again and again while a client talks to it, and compare what is on disk with what the client was
+    told.
 
     All of that is there, and of the call that was cut off all tokens or none. Some appends have a million tokens.
     """

@@ -1,4 +1,5 @@
-"""The HTTP server: the shim for OpenAI's clients, /metrics and /healthz; and a chat with a model that has a template."""
+"""The HTTP server: the shim for OpenAI's clients, /metrics and /healthz; and a chat with a model that has a
+template."""
 
 import asyncio
 import contextlib
@@ -363,7 +364,8 @@ def test_tokens_and_restarts(engine, tmp_path):
 
 
 def test_the_chat_goes_on_where_a_template_would_render_a_turn_otherwise(server, monkeypatch, capsys):
-    """The hazard of Qwen3's think block: the session holds what was prompted with, and what follows is appended to it."""
+    """The hazard of Qwen3's think block: the session holds what was prompted with, and what follows is appended to
+    it."""
     tokenizer, appended = make_tokenizer(), []
     monkeypatch.setattr(chat, "load_tokenizer", lambda name: tokenizer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nSo?\n"))

@@ -1,4 +1,5 @@
-"""HTTP while the engine is busy: who leaves frees what it held, metrics wait for nothing, streams are kept open; who may call; room."""
+"""HTTP while the engine is busy: who leaves frees what it held, metrics wait for nothing, streams are kept open; who
+may call; room."""
 
 import contextlib
 import dataclasses
@@ -63,7 +64,8 @@ def slow(engine, monkeypatch):
 
 @pytest.fixture
 def held(engine, monkeypatch):
-    """The engine stands still, as while a program is compiled, until the first event is set. The second says that it does."""
+    """The engine stands still, as while a program is compiled, until the first event is set. The second says that it
+    does."""
     go, stands, advance = threading.Event(), threading.Event(), engine._prefiller.advance
 
     def held_back(run, slices=None):
@@ -169,7 +171,8 @@ def test_metrics_say_what_the_runtime_says(server):
 
 
 def test_a_stream_says_something_before_its_first_token(server, held, monkeypatch):
-    """Headers and comments come while the engine is busy, so that proxies keep the connection; OpenAI's client reads past them."""
+    """Headers and comments come while the engine is busy, so that proxies keep the connection; OpenAI's client reads
+    past them."""
     monkeypatch.setattr(app, "QUIET_S", 0.05)
     go, stands = held
     sent = raw(server, prompt="Hello", stream=True)

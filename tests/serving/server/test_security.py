@@ -1,4 +1,5 @@
-"""What clients, session files and clocks cannot do to a server: run code, stop others, change what was said, or end sessions."""
+"""What clients, session files and clocks cannot do to a server: run code, stop others, change what was said, or end
+sessions."""
 
 import array
 import collections
@@ -284,7 +285,8 @@ def reads(path):
 
 
 def outcomes(path, bits):
-    """How often a file with one of its bits flipped is read as before, refused by its name, or read as something else."""
+    """How often a file with one of its bits flipped is read as before, refused by its name, or read as something
+    else."""
     whole, right, found = path.read_bytes(), reads(path), collections.Counter()
     assert right == [("a" * 32, "window:640", [1, 2, 3, 4, 5, 6, 7])]
     for bit in bits:

@@ -160,7 +160,8 @@ def test_cancellation_and_deadlines_free_the_slot(client, server):
 
 
 def test_a_cancelled_call_frees_its_slot_before_the_second_step(client, server, monkeypatch):
-    """Steps are counted from when the server hears of the end to when the scheduler has taken the generation out of its slot."""
+    """Steps are counted from when the server hears of the end to when the scheduler has taken the generation out of its
+    slot."""
     runtime, begun, told, freed = server.runtime, [0], [], []
     core = runtime._core
     step, cancel, conclude = core.scheduler.step, core.scheduler.cancel, runtime._conclude

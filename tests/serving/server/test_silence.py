@@ -130,7 +130,8 @@ def test_a_name_of_megabytes_is_cut_in_the_answer_and_in_the_log(engine, caplog)
 
 
 def test_a_client_that_takes_no_answers_is_cut_off(engine):
-    """Answers that are not streamed. It asks many times without reading, until nothing more fits between it and the server."""
+    """Answers that are not streamed. It asks many times without reading, until nothing more fits between it and the
+    server."""
     asked = b"GET /deprecation HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
     with serving(engine, http_port=0, stall_s=0.5) as server, contextlib.closing(socket.socket()) as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,5 @@
-"""Wrong arguments of sessions and clients: each public call raises at once, names the argument, and nothing has happened.
+"""Wrong arguments of sessions and clients: each public call raises at once, names the argument, and nothing has
+happened.
 
 Every parameter of every public method is tried: a new one needs an entry in `WRONG`.
 """
@@ -241,7 +242,8 @@ JUNK = st.one_of(
 
 
 def any_values(count):
-    """Calls with any values: they raise InvalidArgument, or do what is asked for; none waits for ever or kills the runtime."""
+    """Calls with any values: they raise InvalidArgument, or do what is asked for; none waits for ever or kills the
+    runtime."""
     return lambda check: settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])(
         given(tokens=JUNK, at=JUNK, timeout=JUNK, session_id=JUNK)(check)
     )

@@ -1,4 +1,5 @@
-"""How generations, runtimes and processes end where nobody ends them, and what is said of sessions that wait or cannot come back."""
+"""How generations, runtimes and processes end where nobody ends them, and what is said of sessions that wait or cannot
+come back."""
 
 import re
 import stat
@@ -34,8 +35,8 @@ next(stream)
 
 
 def test_a_process_ends_well_with_a_runtime_that_nobody_closed():
-    """Python ends threads like the runtime's in the middle of a device's call, and then the process aborts, but not always. So this asks
-    whether the thread has ended before."""
+    """Python ends threads like the runtime's in the middle of a device's call, and then the process aborts, but not
+    always. So this asks whether the thread has ended before."""
     script = FORGOTTEN.format(folders=[str(folder) for folder in Path(__file__).parents[:3]])
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")

@@ -1,4 +1,5 @@
-"""What breaks a promise of sessions only in odd moments: full or damaged folders, the last place, callers without a token, stops."""
+"""What breaks a promise of sessions only in odd moments: full or damaged folders, the last place, callers without a
+token, stops."""
 
 import array
 import contextlib

@@ -1,4 +1,5 @@
-"""Rules of ADR 0008 that no other file tests, and docs/session-rules.md, which says where each rule is enforced and tested."""
+"""Rules of ADR 0008 that no other file tests, and docs/session-rules.md, which says where each rule is enforced and
+tested."""
 
 import io
 import re

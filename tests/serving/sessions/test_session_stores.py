@@ -1,4 +1,5 @@
-"""Many idle sessions and full stores: how often the runtime looks for room, counted in calls, and what a disk that fails costs."""
+"""Many idle sessions and full stores: how often the runtime looks for room, counted in calls, and what a disk that
+fails costs."""
 
 import collections
 import logging
@@ -25,7 +26,8 @@ def engine():
 
 @pytest.fixture
 def core(engine, request):
-    """Sessions of one page each, without a prefill, in the order of their last use. The test's parameter is the limit of host memory."""
+    """Sessions of one page each, without a prefill, in the order of their last use. The test's parameter is the limit
+    of host memory."""
     limits = {"capacity": 2 * MANY, "idle_ttl_s": 10_000.0, "demote_after_s": 1.0, "window": None, "history": 10**6}
     engine.suspended.limit(request.param)
     now = [0.0]
@@ -133,7 +135,8 @@ def test_what_does_not_fit_does_not_hide_what_does(core):
 
 @pytest.mark.parametrize("core", [0], indirect=True)
 def test_a_disk_that_fails_does_not_end_the_runtime(core, monkeypatch, tmp_path, caplog):
-    """The session that was being moved stays in host memory, one line is logged, and the disk counts as full for a while."""
+    """The session that was being moved stays in host memory, one line is logged, and the disk counts as full for a
+    while."""
 
     def full(self, blocks):
         raise OSError(28, "No space left on device")

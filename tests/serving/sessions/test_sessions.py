@@ -71,7 +71,8 @@ def test_bits_do_not_depend_on_the_way(runtime, policy):
 
 
 def check_ways(runtime, tokens, policy):
-    """At least five ways lead to the same tokens: at once, one append, one by one, cut by prefills, forked, demoted, in company."""
+    """At least five ways lead to the same tokens: at once, one append, one by one, cut by prefills, forked, demoted, in
+    company."""
     expected = said(runtime.create(tokens, policy=policy), temperature=1.0, seed=11)
     made = {"at once": runtime.create(tokens, policy=policy), "one append": runtime.create(policy=policy)}
     made["one append"].append(tokens)
@@ -331,7 +332,8 @@ def test_a_violated_invariant_closes_the_session(runtime, engine):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_chunk_that_fails_half_way_loses_no_session(monkeypatch, family):
-    """Its generation ends with the error. The next one prefills what is needed, with the same bits; other sessions see nothing."""
+    """Its generation ends with the error. The next one prefills what is needed, with the same bits; other sessions see
+    nothing."""
     monkeypatch.setattr(prefill_runner, "SLICES", (1,))
     engine, honest, calls = make_engine(make_family(family)), prefill_runner.prefill_slice, []
 
@@ -485,7 +487,8 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
 
 
 def check_cuts(folder, make):
-    """Wherever a kill cuts the record that it is writing, all of its tokens are lost, and none before; what is appended then is kept."""
+    """Wherever a kill cuts the record that it is writing, all of its tokens are lost, and none before; what is appended
+    then is kept."""
     journal = make(folder, "model")
     journal.create("a" * 32, "dense", array.array("i", [1, 2]))
     (path,) = folder.glob("*.session")

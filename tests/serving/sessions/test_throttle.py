@@ -47,7 +47,8 @@ def messages_of(throttle_type, streams, step, seconds=2.0):
 
 
 def delay_beside_short_ones(throttle_type):
-    """How long a message waits after 5 s in which 1,000 generations a second began, each of which ended before its second message."""
+    """How long a message waits after 5 s in which 1,000 generations a second began, each of which ended before its
+    second message."""
     now = [0.0]
     throttle = throttle_type(RATE, clock=lambda: now[0])
     for number in range(5000):
@@ -189,8 +190,8 @@ def test_a_message_that_is_due_has_all_tokens_and_one_that_is_late_the_next():
 
 
 def test_messages_of_several_tokens_over_the_wire():
-    """Nothing is due while they generate, so each stream has a first message, one with all other tokens, and its end. One reader takes
-    nothing of what is sent to it meanwhile."""
+    """Nothing is due while they generate, so each stream has a first message, one with all other tokens, and its end.
+    One reader takes nothing of what is sent to it meanwhile."""
     engine = Engine(make_model(), "dense", pages=48, page_size=16, prefill_chunk=32, batch_buckets=(4,))
     metrics = Metrics()
     runtime = SessionRuntime(engine, slots=4, capacity=8, observe=metrics.observe)

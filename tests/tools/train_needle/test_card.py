@@ -1,4 +1,5 @@
-"""The model card and what lies beside the checkpoint: figures come from the committed files, and no file is too large."""
+"""The model card and what lies beside the checkpoint: figures come from the committed files, and no file is too
+large."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""Initial weights of the needle recipe: the first heads look back by exactly as much as they should, the rest are drawn as documented."""
+"""Initial weights of the needle recipe: the first heads look back by exactly as much as they should, the rest are drawn
+as documented."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
-"""The training mixture: whole and repeatable batches, right answers, and loss weight on nothing but what can be known."""
+"""The training mixture: whole and repeatable batches, right answers, and loss weight on nothing but what can be
+known."""
 
 import re
 

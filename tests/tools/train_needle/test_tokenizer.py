@@ -1,4 +1,5 @@
-"""The needle model's tokenizer: every digit is a token, and a number's tokens do not depend on what stands before it."""
+"""The needle model's tokenizer: every digit is a token, and a number's tokens do not depend on what stands before
+it."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The trainer at toy size: it learns, an interrupted run ends like an uninterrupted one, and refuses to go on with something else."""
+"""The trainer at toy size: it learns, an interrupted run ends like an uninterrupted one, and refuses to go on with
+something else."""
 
 import dataclasses
 import functools
@@ -128,7 +129,8 @@ def test_a_run_without_a_checkpoint_gives_its_folder_to_another(text, tmp_path):
 
 @pytest.mark.long
 def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
-    """Its weights, rounded to bfloat16 as it is stored, and its tokenizer: the loss begins where it ended, not where training began."""
+    """Its weights, rounded to bfloat16 as it is stored, and its tokenizer: the loss begins where it ended, not where
+    training began."""
     folder, model = whole_run
     more = dataclasses.replace(TINY, start=str(model), stages=(Stage(96, 8, 20, MIXTURE),), matrix_rate=1e-6, other_rate=1e-6)
     run(text, tmp_path, more)
@@ -138,7 +140,8 @@ def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
 
 
 def test_a_step_on_two_devices_is_the_step_on_one():
-    """Three steps on a batch of unequal weights, so that a mean of the devices' means would differ: losses and weights, within rounding."""
+    """Three steps on a batch of unequal weights, so that a mean of the devices' means would differ: losses and weights,
+    within rounding."""
     decoder, optimiser = TransformerDecoder(TINY.model_config()), training.optimizer(TINY)
     rng = np.random.default_rng(0)
     batch = rng.integers(0, 512, (2, 33)).astype(np.int32), np.array([[1.0], [9.0]], np.float32) * rng.random((2, 32), np.float32)
@@ -162,7 +165,8 @@ def test_a_step_on_two_devices_is_the_step_on_one():
 
 @pytest.mark.long
 def test_devices_share_a_batch_and_a_run_goes_on_with_others(text, tmp_path):
-    """One device, against two, then four and two from a checkpoint: the losses and weights differ by float32 rounding."""
+    """One device, against two, then four and two from a checkpoint: the losses and weights differ by float32
+    rounding."""
     recipe = dataclasses.replace(TINY, stages=(Stage(64, 4, 3, WARM_UP), Stage(64, 2, 1, WARM_UP)), final_trials=2)
     run(text, tmp_path / "one", recipe)
     assert run(text, tmp_path / "more", recipe, devices=jax.devices()[:2], stop_at=2) is None
@@ -200,7 +204,8 @@ def test_a_device_with_too_little_memory_is_found_before_a_step():
 
 
 def test_the_long_models_slow_pairs_turn_as_far_as_they_did():
-    """Through the exported config.json: pairs that turned once or less in 32,768 tokens turn as far in 131,072, fast ones are kept."""
+    """Through the exported config.json: pairs that turned once or less in 32,768 tokens turn as far in 131,072, fast
+    ones are kept."""
     config = NEEDLE_128K.model_config()
     assert config_json.parse(config_json.to_fields(config)) == config
     before, after = (np.array(frequencies(c.layers[0].mixer.rope)) for c in (NEEDLE.model_config(), config))
@@ -213,7 +218,8 @@ def test_the_long_models_slow_pairs_turn_as_far_as_they_did():
 
 @pytest.mark.long
 def test_the_embedded_model_finds_far_needles_with_yarn_before_any_training():
-    """62,000 positions left out between a short haystack and its question: attention sees few keys, at the distance of a long prompt."""
+    """62,000 positions left out between a short haystack and its question: attention sees few keys, at the distance of
+    a long prompt."""
     model = load("needle", dtype="float32")
     words = vocabulary_words(model.tokenizer, letters=NEEDLE.key_letters)
     task = NeedleTask(model.tokenizer, encode_text(model.tokenizer, documentation_text()[:40_000]), words, distractors=4)

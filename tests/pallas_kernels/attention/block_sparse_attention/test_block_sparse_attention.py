@@ -1,4 +1,5 @@
-"""The suite of block_sparse_attention: every implementation against the reference, the reference against JAX, and mutants."""
+"""The suite of block_sparse_attention: every implementation against the reference, the reference against JAX, and
+mutants."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_xla_configs_match_reference(check, config, case):
 
 @pytest.mark.parametrize("window", [None, (5, 20)])
 def test_reference_is_masked_attention(tools, window):
-    """Against jax.nn.dot_product_attention with a mask written out here, on contiguous keys; its LSE against logsumexp."""
+    """Against jax.nn.dot_product_attention with a mask written out here, on contiguous keys; its LSE against
+    logsumexp."""
     paged = tools.make_paged(lengths=(96, 96), num_queries=96)
     blocks = np.asarray(tools.ragged_lists(3, (2, 12, 8), 12, 5)).copy()
     blocks[..., 0] = np.where((blocks == 0).any(-1), blocks[..., 0], 0)  # every query reads something
@@ -189,7 +191,8 @@ def test_bits_do_not_depend_on_widths_or_company(tools, arguments):
 
 
 def test_128k_keys_take_a_step():
-    """A chunk of 512 queries of 8 heads over 128K keys, lists of 128 blocks: a step holds 8 heads x 512 keys, and no more than a few."""
+    """A chunk of 512 queries of 8 heads over 128K keys, lists of 128 blocks: a step holds 8 heads x 512 keys, and no
+    more than a few."""
     shape = jax.ShapeDtypeStruct
     pool, position = shape((1024, 2, 128, 64), jnp.float32), shape((1,), jnp.int32)
     arrays = (shape((1, 512, 8, 64), jnp.float32), pool, pool, shape((1, 1024), jnp.int32), position, position)

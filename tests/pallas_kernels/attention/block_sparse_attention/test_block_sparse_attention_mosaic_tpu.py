@@ -1,5 +1,5 @@
-"""block_sparse_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead of time
-where libtpu is installed. What it shares with flash_attention is tested there."""
+"""block_sparse_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled
+ahead of time where libtpu is installed. What it shares with flash_attention is tested there."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_matches_reference(check, case):
 
 
 def _blocks_named(table, starts, lengths, num_queries, page_size, *, blocks, block_size, query_tile, window) -> int:
-    """Blocks that tiles of queries read by definition: those that sinks and window touch, and those listed, that there are."""
+    """Blocks that tiles of queries read by definition: those that sinks and window touch, and those listed, that there
+    are."""
     count = 0
     for row, tile, head in np.ndindex(blocks.shape[:3]):
         first = starts[row] + tile * query_tile
@@ -169,7 +170,8 @@ def test_lowers_for_tpu(case):
 @pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_compiles_ahead_of_time(case, chip):
-    """Without a TPU; what is kept on the way is at most q and out with heads in another order and the lists, never a copy of the pool."""
+    """Without a TPU; what is kept on the way is at most q and out with heads in another order and the lists, never a
+    copy of the pool."""
     shapes, keywords = PRODUCTION[case]
     q, *arrays = _shapes(**shapes)
     compiled = tpu_kernels.compile_ahead(functools.partial(_kernel, **keywords), (q, *arrays), chip)

@@ -1,4 +1,5 @@
-"""The suite of flash_attention: every implementation against the reference, the reference against JAX, and mutants against the suite."""
+"""The suite of flash_attention: every implementation against the reference, the reference against JAX, and mutants
+against the suite."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_xla_configs_match_reference(check, config, case):
 @pytest.mark.quick_but("float16", "8 KV heads", "one KV head of 8", "one head", "groups of 7", "bfloat16", "pages of 4, one row")
 @pytest.mark.parametrize("case", [case for case in CASES if "window" not in CASES[case]])
 def test_cudnn_matches_reference(tools, arguments, case):
-    """The parts are rounded before they are combined. Log-sum-exps in the thousands have an error of 2e-4 in float32."""
+    """The parts are rounded before they are combined. Log-sum-exps in the thousands have an error of 2e-4 in
+    float32."""
     slack = {"huge logits": 50, "bfloat16": 2, "float16": 2}.get(case, 1)
     reference = functools.partial(flash_attention, implementation="reference")
     tools.chunk_checker(arguments, reference, slack)(as_on_accelerators.cudnn_attention, case)

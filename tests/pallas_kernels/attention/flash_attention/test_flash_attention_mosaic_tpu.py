@@ -1,5 +1,5 @@
-"""flash_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead of time where
-libtpu is installed."""
+"""flash_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead
+of time where libtpu is installed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_bits_twice_and_in_other_frames_and_company_and_from_another_start(tools
 
 
 def _pages_named(page_size, starts, lengths, table, window, num_queries, tokens, key_tile) -> int:
-    """Pages that tiles of queries read by definition: of the tiles of keys that some query of the tile sees, those that there are."""
+    """Pages that tiles of queries read by definition: of the tiles of keys that some query of the tile sees, those that
+    there are."""
     count = 0
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         for first in range(start, min(start + num_queries, length), tokens):
@@ -160,7 +161,8 @@ def test_lowers_for_tpu(case):
 @pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_compiles_ahead_of_time(case, chip):
-    """Without a TPU; what is kept on the way is at most q and out with heads in another order, never T x S and no copy of the pool."""
+    """Without a TPU; what is kept on the way is at most q and out with heads in another order, never T x S and no copy
+    of the pool."""
     shapes, keywords = PRODUCTION[case]
     q, *arrays = _shapes(**shapes)
     compiled = tpu_kernels.compile_ahead(functools.partial(_op, **keywords), (q, *arrays), chip)

@@ -1,4 +1,5 @@
-"""flash_attention in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, large pools."""
+"""flash_attention in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, large
+pools."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 KERNEL = functools.partial(flash_attention, implementation="mosaic_gpu")
 REFERENCE = functools.partial(flash_attention, implementation="reference")
 
-# Inputs of `make_paged` over these, then: window, starts. Dense chunks of these sizes are split, because 14 heads and 3 tiles of queries
-# leave multiprocessors idle; those of 56 heads are not split, and chunks with a window never.
+# Inputs of `make_paged` over these, then: window, starts. Dense chunks of these sizes are split, because 14 heads and 3
+# tiles of queries leave multiprocessors idle; those of 56 heads are not split, and chunks with a window never.
 BASE = {
     "lengths": (0, 1, 127, 128, 129, 500, 700, 768),
     "starts": (0, 0, 3, 50, 9, 200, 468, 468),
@@ -159,7 +160,8 @@ def test_mutant_fails(tools, check, mutant):
 
 @pytest.fixture(scope="module", params=[(None, 7), ((64, 200), 7), (None, 66)], ids=["split", "window", "full device"])
 def bits(request, tools):
-    """(arrays, op): 8 chunks of 300 queries. 132 heads fill the device with one tile of queries, so that no part of the chunk is split."""
+    """(arrays, op): 8 chunks of 300 queries. 132 heads fill the device with one tile of queries, so that no part of the
+    chunk is split."""
     window, group = request.param
     spec = {name: value for name, value in BASE.items() if name != "starts"} | {"group": group}
     paged = tools.make_paged(seed=5, **spec)
@@ -194,8 +196,8 @@ def test_chunks_have_the_bits_of_the_whole(tools, bits, cuts):
 
 
 def test_split_chunks_of_a_long_history(tools):
-    """A layer of 28 heads, 100,000 tokens behind: `xla`'s values; the same bits with chunks of 384, 256 and 128, on tables of other widths,
-    and whatever has been written after them."""
+    """A layer of 28 heads, 100,000 tokens behind: `xla`'s values; the same bits with chunks of 384, 256 and 128, on
+    tables of other widths, and whatever has been written after them."""
     keys = jax.random.split(jax.random.key(7), 3)
     k, v = (jax.random.normal(key, (790, 4, 128, 128), jnp.bfloat16) for key in keys[:2])
     table = jax.random.permutation(keys[0], jnp.arange(1, 790, dtype=jnp.int32))[None, :785]

@@ -52,7 +52,8 @@ def _compile(num_queries: int, tokens: int, heads: int, kv_heads: int, head_dim:
 
 
 def test_128k_tokens_at_once_take_no_t_by_s():
-    """T = S = 131072 would be 64 GiB of logits. Two copies of q and out (16 MiB each) are allowed, and 16 MiB for tiles."""
+    """T = S = 131072 would be 64 GiB of logits. Two copies of q and out (16 MiB each) are allowed, and 16 MiB for
+    tiles."""
     assert _compile(131072, 131072, heads=1, kv_heads=1, head_dim=32) < 5 * 16 * 2**20
 
 
@@ -62,7 +63,8 @@ def test_a_chunk_over_128k_tokens_takes_tiles():
 
 
 def test_pool_past_2_to_the_31_elements(tools):
-    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages. Not to the bit: the shapes differ."""
+    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages. Not to the bit: the shapes
+    differ."""
     num_pages, page = 2**16 + 2, (2, 128, 128)
     rng = np.random.default_rng(0)
     named = {number: rng.standard_normal(page).astype(np.float16) for number in (num_pages - 1, 1, num_pages - 2, 2**15)}

@@ -10,7 +10,8 @@ from paging import gather_attention
 
 @pytest.fixture(scope="module")
 def check(tools, arguments):
-    """The checker that both implementations and mutants face, for modules that have `arguments`: case -> positional ones, keywords."""
+    """The checker that both implementations and mutants face, for modules that have `arguments`: case -> positional
+    ones, keywords."""
 
     @functools.cache
     def expected(case: str):

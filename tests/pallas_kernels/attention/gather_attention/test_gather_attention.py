@@ -1,4 +1,5 @@
-"""The suite of gather_attention: every implementation against the reference, the reference against JAX, and mutants against the suite."""
+"""The suite of gather_attention: every implementation against the reference, the reference against JAX, and mutants
+against the suite."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ IMPLEMENTATIONS = {"xla": SMALL_TILES, "xla, accelerator": as_on_accelerators.xl
 
 OTHER_CONFIGS = {"default": None, "3 rows of 8 tokens": xla.Config(tile_tokens=8, rows=3)}
 
-# inputs of `make_paged`, then: window; blocks = (listed places, block size, per query?) or None for dense; apart: the list has frames of
-# its own, and the table names no page.
+# inputs of `make_paged`, then: window; blocks = (listed places, block size, per query?) or None for dense; apart: the
+# list has frames of its own, and the table names no page.
 CASES = {
     "dense": {},
     "drafts": {"num_queries": 3},

@@ -1,4 +1,5 @@
-"""gather_attention over latent pages, where V is a view of K: the first columns of the keys. One KV head, every query head in its group."""
+"""gather_attention over latent pages, where V is a view of K: the first columns of the keys. One KV head, every query
+head in its group."""
 
 from __future__ import annotations
 

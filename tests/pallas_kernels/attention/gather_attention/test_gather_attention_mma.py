@@ -154,7 +154,8 @@ def test_a_planted_bug_is_caught(tools, check, monkeypatch, fresh_caches, bug):
 
 
 def test_lengths_past_the_table_read_no_other_row(tools):
-    """The kernel may be called so by mistake: it must not follow what lies behind the row. The engine refuses such lengths."""
+    """The kernel may be called so by mistake: it must not follow what lies behind the row. The engine refuses such
+    lengths."""
     paged = tools.make_paged(seed=1, **(SMALL | {"lengths": (256,), "kv_heads": 1}))
     kernel = paging.implementation("gather_attention", "mosaic_gpu")
     beyond = paged.lengths + 40

@@ -1,4 +1,5 @@
-"""gather_attention for Hopper without one: interpreted with race detection, lowered, compiled to machine code; who is passed by.
+"""gather_attention for Hopper without one: interpreted with race detection, lowered, compiled to machine code; who is
+passed by.
 
 What only a GPU can tell is in `test_gather_attention_on_hopper.py`.
 """
@@ -21,8 +22,8 @@ from pallas_kernels.core import dispatch
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.hopper.decode import wgmma_fold as tiles
 
-# 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits; apart: the list has
-# frames of its own.
+# 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits;
+# apart: the list has frames of its own.
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 128, "kv_heads": 1, "width": 3, "splits": 1}
 INTERPRETED = {
@@ -149,7 +150,8 @@ def production(
     apart: bool = False,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over 128K tokens a row. per_query: a list for each query. apart: frames of the list."""
+    """(op, arrays, keywords) of a call over 128K tokens a row. per_query: a list for each query. apart: frames of the
+    list."""
     num_heads, kv_heads = heads
     pool, table = ((1024, kv_heads, page_size, head_dim), dtype), (batch, (128 << 10) // page_size)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": pool, "v": pool, "table": (table, "int32")}
@@ -231,7 +233,8 @@ PLACES = (130, 3, 300)
 
 @pytest.mark.parametrize("width", PLACES)
 def test_on_emulated_threads_the_frames_of_a_list_are_found(emulated, width):
-    """For each unit, row and KV head: the list, its frames where the block is written, and the row's length. The single-launch form."""
+    """For each unit, row and KV head: the list, its frames where the block is written, and the row's length. The
+    single-launch form."""
     rng, lengths = np.random.default_rng(width), np.array([700, 0, 129], np.int32)
     blocks, frames = (rng.integers(-1, 8, (3, 2, width), np.int32) for _ in range(2))
     _check_frames(emulated, blocks, frames, lengths, np.where((blocks >= 0) & (blocks * 128 < lengths[:, None, None]), frames, -1))

@@ -1,4 +1,5 @@
-"""gather_attention for TPU: interpreted on the CPU with race detection, lowered, and compiled ahead of time where libtpu is installed."""
+"""gather_attention for TPU: interpreted on the CPU with race detection, lowered, and compiled ahead of time where
+libtpu is installed."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ SMALL_TILES = jax.jit(
     static_argnames=("block_size", "window", "sm_scale", "return_block_lse"),
     compiler_options=tpu_kernels.QUICK,
 )
-"""With tiles this small the inputs below take several. The base of the mutants, too. The interpreter compiles for longer than it runs."""
+"""With tiles this small the inputs below take several. The base of the mutants, too. The interpreter compiles for
+longer than it runs."""
 
-# inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; pages = their dtype where it is not q's.
+# inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; pages = their dtype
+# where it is not q's.
 CASES = {
     "dense": {"lengths": (0, 1, 15, 16, 17, 96)},
     "groups of 7, drafts in a window, a page is missing": {"group": 7, "num_queries": 3, "window": (5, 20), "hole": True},
@@ -186,7 +189,8 @@ def test_mutant_inside_fails(tools, check, monkeypatch, mutant):
 
 
 def test_races_are_found(capfd):
-    """A kernel that does not wait for its copy: the message that no other test here may print, or with JAX 0.12 raise."""
+    """A kernel that does not wait for its copy: the message that no other test here may print, or with JAX 0.12
+    raise."""
 
     def kernel(x, out, slot, arrived):
         copy = pltpu.make_async_copy(x, slot, arrived)

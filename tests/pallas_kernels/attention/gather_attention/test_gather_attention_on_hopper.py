@@ -1,4 +1,5 @@
-"""gather_attention in Mosaic GPU on a Hopper GPU, with and without `wgmma`: against the reference, mutants, bits, company, large pools."""
+"""gather_attention in Mosaic GPU on a Hopper GPU, with and without `wgmma`: against the reference, mutants, bits,
+company, large pools."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper", "tensor_cores")
 KERNEL = functools.partial(gather_attention, implementation="mosaic_gpu")
 REFERENCE = functools.partial(gather_attention, implementation="reference")
 
-# Inputs of `make_paged` over these, then: window; blocks = (listed places, block size, per query?) or None for dense; block_size of
-# dense; lse: LSE of blocks; config; apart: the list has frames of its own.
+# Inputs of `make_paged` over these, then: window; blocks = (listed places, block size, per query?) or None for dense;
+# block_size of dense; lse: LSE of blocks; config; apart: the list has frames of its own.
 BASE = {
     "lengths": (0, 1, 127, 128, 129, 300, 700, 768),
     "kv_heads": 4,

@@ -1,5 +1,5 @@
-"""gather_attention over packed pages in Mosaic GPU: whole kernels on emulated threads against the reference, and with bugs planted;
-lowered; who is passed by.
+"""gather_attention over packed pages in Mosaic GPU: whole kernels on emulated threads against the reference, and with
+bugs planted; lowered; who is passed by.
 
 What only a GPU can tell is in `test_gather_attention_packed_on_hopper.py`.
 """
@@ -20,8 +20,8 @@ from pallas_kernels.hopper.decode import decode_fold, packed_operands
 from pallas_kernels.hopper.decode.packed_operands import Codes
 from pallas_kernels.hopper.threads import lane_copies, lane_pairs, lanes
 
-# inputs of `packed_suite.build`: a format; inputs of `make_paged`; then window; blocks = (listed places, block size) or None; lse; config;
-# opened.
+# inputs of `packed_suite.build`: a format; inputs of `make_paged`; then window; blocks = (listed places, block size) or
+# None; lse; config; opened.
 
 SMALL = {"head_dim": 64, "page_size": 64, "kv_heads": 2, "width": 4, "group": 7}
 CASES = {

@@ -99,14 +99,16 @@ def _compile(tokens: int, **keywords):
 
 @pytest.mark.parametrize("keywords", [{}, {"blocks": 37}, {"blocks": 100, "block_size": 16}], ids=["dense", "pages", "blocks"])
 def test_memory_is_bounded_by_the_tile(keywords):
-    """At 128K tokens neither the keys of a sequence nor the pool are laid out anywhere: 134 MB of pages, a few of temporaries."""
+    """At 128K tokens neither the keys of a sequence nor the pool are laid out anywhere: 134 MB of pages, a few of
+    temporaries."""
     memory, pool_bytes = _compile(131072, **dict(keywords))
     assert pool_bytes == 2 * 131072 * 2 * 64 * 4
     assert memory.temp_size_in_bytes < 8 * 2**20
 
 
 def test_pool_past_2_to_the_31_elements(tools):
-    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages. Not to the bit: the shapes differ."""
+    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages. Not to the bit: the shapes
+    differ."""
     num_pages, page = 2**16 + 2, (2, 128, 128)
     rng = np.random.default_rng(0)
     named = {number: rng.standard_normal(page).astype(np.float16) for number in (num_pages - 1, 1, num_pages - 2, 2**15)}

@@ -1,4 +1,5 @@
-"""The selectors of the GPU kernel, thread by thread, on a warpgroup emulated by numpy, against the plain-Python ones; and mutants."""
+"""The selectors of the GPU kernel, thread by thread, on a warpgroup emulated by numpy, against the plain-Python ones;
+and mutants."""
 
 from __future__ import annotations
 

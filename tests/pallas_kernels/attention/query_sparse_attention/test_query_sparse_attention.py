@@ -1,4 +1,5 @@
-"""The suite of query_sparse_attention: every implementation against the reference, the reference against JAX and numpy, and mutants."""
+"""The suite of query_sparse_attention: every implementation against the reference, the reference against JAX and numpy,
+and mutants."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_xla_configs_match_reference(check, config, case):
 
 @pytest.mark.parametrize(("gamma", "block_size"), [(1, 8), (5, 4), (16, 16)])
 def test_reference_is_causal_attention_and_top_k(tools, gamma, block_size):
-    """Against jax.nn.dot_product_attention on contiguous keys; scores and LSE against scipy's, lists against a sort by numpy."""
+    """Against jax.nn.dot_product_attention on contiguous keys; scores and LSE against scipy's, lists against a sort by
+    numpy."""
     paged = tools.make_paged(lengths=(96, 96), num_queries=96)
     k, v = (x[paged.page_table].swapaxes(2, 3).reshape(2, 96, 2, 32) for x in (paged.k, paged.v))
     starts, sizes = jnp.zeros(2, jnp.int32), {"gamma": gamma, "block_size": block_size, "k_blocks": 4, "k_exact": 4}

@@ -46,8 +46,8 @@ TIGHT = {
     "exact 17, in memory": production(k_blocks=17, k_exact=17),
     "tournament of 128, in memory": production(k_exact=128, tournament=True),
 }
-"""Accumulators of 64 x 256, or code that is never hot, fill the registers of a warpgroup, so that spilling a few is no news; whether slots
-in memory spill depends on the compiler's version."""
+"""Accumulators of 64 x 256, or code that is never hot, fill the registers of a warpgroup, so that spilling a few is no
+news; whether slots in memory spill depends on the compiler's version."""
 
 
 @pytest.mark.quick("exact 17, in memory", "head dim 64, buckets")

@@ -1,5 +1,5 @@
-"""query_sparse_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead of time
-where libtpu is installed. What it shares with flash_attention is tested there."""
+"""query_sparse_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled
+ahead of time where libtpu is installed. What it shares with flash_attention is tested there."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def test_lowers_for_tpu(case):
 @pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_compiles_ahead_of_time(case, chip):
-    """Without a TPU; what is kept on the way is measured rows and lists, less than twice q, never R x S and no copy of the pool."""
+    """Without a TPU; what is kept on the way is measured rows and lists, less than twice q, never R x S and no copy of
+    the pool."""
     shapes, keywords = PRODUCTION[case]
     q, *arrays = _shapes(**shapes)
     compiled = tpu_kernels.compile_ahead(functools.partial(_op, **keywords), (q, *arrays), chip)

@@ -1,4 +1,5 @@
-"""query_sparse_attention in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company."""
+"""query_sparse_attention in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits,
+company."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 KERNEL = functools.partial(query_sparse_attention, implementation="mosaic_gpu")
 REFERENCE = functools.partial(query_sparse_attention, implementation="reference")
 CLOSE_CALLS = 2e-3
-"""Share of lists that may differ: two blocks or a block and a threshold closer to each other than float32 sums in another order are."""
+"""Share of lists that may differ: two blocks or a block and a threshold closer to each other than float32 sums in
+another order are."""
 
 # Inputs of `make_paged` over these, then: starts, and what selection takes over SELECTION.
 BASE = {

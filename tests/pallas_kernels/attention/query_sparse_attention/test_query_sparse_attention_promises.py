@@ -35,7 +35,8 @@ def test_bits_stand(tools, bits, against):
 
 
 def test_bits_do_not_depend_on_the_other_queries(tools, bits):
-    """A measured row is the same whatever stands in the rest of its chunk: the queries that are not measured may be NaN."""
+    """A measured row is the same whatever stands in the rest of its chunk: the queries that are not measured may be
+    NaN."""
     (q, *arrays), op = bits
     for kept in (0, 5, 7):
         others = (jnp.arange(24) != 3 * kept)[:, None, None]
@@ -62,8 +63,8 @@ def test_a_row_in_the_padding_selects_nothing(bits):
 
 
 def test_a_chunk_over_128k_tokens_writes_no_scores():
-    """8192 queries of 8 heads, 512 measured: logits of them would be 2 GiB, their keys 64 MiB, their block scores 32 MiB; a tile of logits
-    is 1 MiB."""
+    """8192 queries of 8 heads, 512 measured: logits of them would be 2 GiB, their keys 64 MiB, their block scores 32
+    MiB; a tile of logits is 1 MiB."""
     shape = jax.ShapeDtypeStruct
     pool, position = shape((1024, 2, 128, 64), jnp.float32), shape((1,), jnp.int32)
     sizes = {"gamma": 16, "block_size": 64, "k_blocks": 64, "k_exact": 8, "window": (64, 1024)}

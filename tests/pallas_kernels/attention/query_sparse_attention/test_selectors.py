@@ -1,4 +1,5 @@
-"""The selectors by themselves: JAX against plain Python slot by slot, plain Python against sorting and against equations 6 and 7."""
+"""The selectors by themselves: JAX against plain Python slot by slot, plain Python against sorting and against
+equations 6 and 7."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ IN_BUCKETS = {"tournament": False, "estimate": "buckets"}
 
 @functools.cache
 def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """scores [ROWS, BLOCKS], first, end: few values, floats, equal, rising, falling; every other row with -inf and NaN strewn in."""
+    """scores [ROWS, BLOCKS], first, end: few values, floats, equal, rising, falling; every other row with -inf and NaN
+    strewn in."""
     rng = np.random.default_rng(5)
     part = (ROWS // 6, BLOCKS)
     kinds = [rng.integers(0, 3, part), rng.integers(-9, 9, part), rng.standard_normal(part), np.full(part, 0.1)]
@@ -90,7 +92,8 @@ def test_exact_is_a_sort_and_the_tournament_is_exact(k):
 
 
 def test_which_slot_is_replaced():
-    """By hand. Of equal scores the higher block goes; an empty slot goes first; a newcomer of equal score does not get in."""
+    """By hand. Of equal scores the higher block goes; an empty slot goes first; a newcomer of equal score does not get
+    in."""
     values = np.array([2, 1, 1, 1, 3, 1.5, 1.5], np.float32)
     ids = [[j for _, j in reference.select(values, 0, end, k_blocks=3, k_exact=3, **BY_QUANTILE)] for end in range(1, 8)]
     assert ids == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 1, 2], [0, 1, 4], [0, 5, 4], [0, 5, 4]]
@@ -136,8 +139,8 @@ def test_a_bucket_has_the_best_of_every_mth_block():
 
 
 def test_blocks_that_buckets_are_offered_are_those_that_lost_a_slot():
-    """By hand: two exact slots, then two buckets, offered 1, 0, 3 and 5 in turn: the first keeps the best of 1 and 3, the second that of
-    0 and 5."""
+    """By hand: two exact slots, then two buckets, offered 1, 0, 3 and 5 in turn: the first keeps the best of 1 and 3,
+    the second that of 0 and 5."""
     values = np.array([4, 3, 6, 5, 7, 2], np.float32)
     slots = reference.select(values, 0, 6, k_blocks=4, k_exact=2, **IN_BUCKETS)
     assert sorted(j for _, j in slots[:2]) == [2, 4]

@@ -1,4 +1,5 @@
-"""A drafted step as an engine takes it, append then select and attend, against as many steps of one token: lists, outputs, pages."""
+"""A drafted step as an engine takes it, append then select and attend, against as many steps of one token: lists,
+outputs, pages."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ SELECT = {"kind": "bounds", "block_size": 4, "budget": 5, "sink": 1, "local": 2,
 
 @functools.cache
 def inputs(num_tokens: int, group: int) -> dict:
-    """Pages of the committed tokens with their indexes, on permuted pages; what nobody wrote is NaN, and index rows of pages that are not
-    sealed would beat all others. The step's queries, keys and values."""
+    """Pages of the committed tokens with their indexes, on permuted pages; what nobody wrote is NaN, and index rows of
+    pages that are not sealed would beat all others. The step's queries, keys and values."""
     rng = np.random.default_rng(num_tokens * 10 + group)
     rows = len(COMMITTED)
     table = rng.permutation(rows * WIDTH).reshape(rows, WIDTH).astype(np.int32)

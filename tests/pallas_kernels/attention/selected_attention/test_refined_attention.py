@@ -1,4 +1,5 @@
-"""selected_attention that chooses from a shortlist by keys in few bits: on any backend, and the kernel on emulated threads."""
+"""selected_attention that chooses from a shortlist by keys in few bits: on any backend, and the kernel on emulated
+threads."""
 
 from __future__ import annotations
 
@@ -226,8 +227,8 @@ def production(
     opened: bool = True,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) over `tokens` tokens a row: cascade:4/32, if `static` does not say otherwise. frames: with a table of
-    them. format: of packed pages, see `packed_suite`; opened: with open ones beside them."""
+    """(op, arrays, keywords) over `tokens` tokens a row: cascade:4/32, if `static` does not say otherwise. frames: with
+    a table of them. format: of packed pages, see `packed_suite`; opened: with open ones beside them."""
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
     num_heads, kv_heads = heads
@@ -331,8 +332,8 @@ def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, c
 
 @pytest.mark.parametrize("capability", ["9.0", "12.0"])
 def test_what_is_taken_fits_into_shared_memory(monkeypatch, capability):
-    """Each array begins at a multiple of 1,024 bytes, Mosaic needs some bytes of its own, and the rings of keys have room for a turn of
-    index rows: with a shortlist and without."""
+    """Each array begins at a multiple of 1,024 bytes, Mosaic needs some bytes of its own, and the rings of keys have
+    room for a turn of index rows: with a shortlist and without."""
     monkeypatch.setattr("pallas_kernels.core.dispatch._compute_capability", lambda: capability)
     room, taken = {"9.0": 226, "12.0": 98}[capability] << 10, 0
     forms = ("int8", "int4 per 32", "q8_0 keys, q4_0 values", "int8 per channel", (PageFormat("q8_0", read_as="bfloat16"),) * 2)

@@ -104,7 +104,8 @@ def test_bits_every_time_and_in_any_company(tools, arguments):
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 128 << 10), (8, 128 << 10), (1, 1 << 20)])
 def test_long_contexts(tools, batch, tokens):
-    """As cascade:4/32 has them. A list that is not the reference's has a candidate whose score is as good, but for rounding; few have."""
+    """As cascade:4/32 has them. A list that is not the reference's has a candidate whose score is as good, but for
+    rounding; few have."""
     width, keys = tokens // 128, jax.random.split(jax.random.key(batch), 4)
     shape = (width + 3, 4, 128, 128)
     k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])

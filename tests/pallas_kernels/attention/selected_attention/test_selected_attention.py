@@ -1,4 +1,5 @@
-"""The suite of selected_attention: the two ops in a row everywhere, the kernel on a Hopper GPU, mutants of both, refusals."""
+"""The suite of selected_attention: the two ops in a row everywhere, the kernel on a Hopper GPU, mutants of both,
+refusals."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_it_is_the_two_ops(tools, arguments):
 @pytest.mark.quick_but("composed-8 drafts of groups of 8", "composed-16 drafts of groups of 1, mean")
 @pytest.mark.parametrize("case", DRAFTED)
 def test_a_draft_lists_and_sees_what_a_step_of_its_own_would(tools, arguments, implementation, case):
-    """T steps of one token, each at its position, against one step of T: the very lists; outputs but for the order of additions."""
+    """T steps of one token, each at its position, against one step of T: the very lists; outputs but for the order of
+    additions."""
     (q, *pools, table, lengths), keywords = arguments(case)
     if implementation.keywords == COMPOSED.keywords:
         q, *pools = (x.astype(jnp.float32) for x in (q, *pools))

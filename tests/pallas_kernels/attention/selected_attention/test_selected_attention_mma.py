@@ -1,4 +1,5 @@
-"""selected_attention without `wgmma`, whole kernels on emulated threads: the very lists of the reference, its attention, planted bugs."""
+"""selected_attention without `wgmma`, whole kernels on emulated threads: the very lists of the reference, its
+attention, planted bugs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""selected_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead of time where
-libtpu is installed."""
+"""selected_attention for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled
+ahead of time where libtpu is installed."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_matches_reference(check, case):
 
 @pytest.mark.long
 def test_bits_twice_and_copies_move_what_lists_and_indexes_name(tools, arguments):
-    """Per query: the index rows of the named pages before its first local block, the blocks that its KV heads list, and the list once
-    from vector to scalar memory."""
+    """Per query: the index rows of the named pages before its first local block, the blocks that its KV heads list, and
+    the list once from vector to scalar memory."""
     (q, k, v, index, table, lengths), keywords = arguments(DRAFTS)
     with tpu_kernels.counted_copies() as copied:
         once = jax.block_until_ready(KERNEL(q, k, v, index, table, lengths, **keywords))

@@ -1,5 +1,5 @@
-"""selected_attention over packed pages in Mosaic GPU: the very lists of the reference, and its attention over the same codes. On emulated
-threads, and on a Hopper GPU."""
+"""selected_attention over packed pages in Mosaic GPU: the very lists of the reference, and its attention over the same
+codes. On emulated threads, and on a Hopper GPU."""
 
 from __future__ import annotations
 

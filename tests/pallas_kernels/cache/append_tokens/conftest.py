@@ -1,7 +1,9 @@
-"""The functions of `pallas_kernels.hopper.threads.lanes` that this op's kernel uses, in numpy: all threads of a CTA in step.
+"""The functions of `pallas_kernels.hopper.threads.lanes` that this op's kernel uses, in numpy: all threads of a CTA in
+step.
 
-What the single-thread code computes and where it writes can so be checked without a GPU. Beside wrong values it finds reads and writes
-outside an array, threads that meet at a barrier only in part, and data that passes between threads without a barrier.
+What the single-thread code computes and where it writes can so be checked without a GPU. Beside wrong values it finds
+reads and writes outside an array, threads that meet at a barrier only in part, and data that passes between threads
+without a barrier.
 """
 
 from __future__ import annotations

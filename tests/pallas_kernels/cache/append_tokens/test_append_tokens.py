@@ -1,4 +1,5 @@
-"""The suite of append_tokens: every implementation against the reference, the reference against numpy, promises, mutants, refusals."""
+"""The suite of append_tokens: every implementation against the reference, the reference against numpy, promises,
+mutants, refusals."""
 
 from __future__ import annotations
 

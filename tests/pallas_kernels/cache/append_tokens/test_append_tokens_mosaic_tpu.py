@@ -1,5 +1,5 @@
-"""append_tokens for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead of time where libtpu
-is installed."""
+"""append_tokens for TPU: interpreted on the CPU with race detection, its copies counted, lowered, and compiled ahead of
+time where libtpu is installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_matches_reference(case):
 
 
 def test_copies_move_what_the_tokens_name():
-    """Per group of 8 rows that gets a token K and V of all heads, in and out; per page that fills its keys in and its index rows out."""
+    """Per group of 8 rows that gets a token K and V of all heads, in and out; per page that fills its keys in and its
+    index rows out."""
     for case in (DRAFTS, CHUNK):
         with tpu_kernels.counted_copies() as copied:
             jax.block_until_ready(KERNEL(*append_suite.arguments(case), kinds=TPU_CASES[case].named_kinds))

@@ -1,5 +1,5 @@
-"""append_tokens over packed pages: `xla` against the definition, the Hopper kernel on emulated threads against `xla`, with bugs planted;
-lowered; who is passed by.
+"""append_tokens over packed pages: `xla` against the definition, the Hopper kernel on emulated threads against `xla`,
+with bugs planted; lowered; who is passed by.
 
 What only a GPU can tell is in `test_append_tokens_packed_on_hopper.py`.
 """

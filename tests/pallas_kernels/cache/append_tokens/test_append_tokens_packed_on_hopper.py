@@ -1,4 +1,5 @@
-"""append_tokens over packed pages on a Hopper GPU: the bits of `xla` there, also of many random pages; bits twice; in place.
+"""append_tokens over packed pages on a Hopper GPU: the bits of `xla` there, also of many random pages; bits twice; in
+place.
 
 pytest -m gpu tests/pallas_kernels/cache/append_tokens/test_append_tokens_packed_on_hopper.py
 """

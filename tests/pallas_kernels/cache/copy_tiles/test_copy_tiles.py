@@ -1,4 +1,5 @@
-"""The suite of copy_tiles: every implementation against the reference, the reference against numpy, promises, mutants, refusals."""
+"""The suite of copy_tiles: every implementation against the reference, the reference against numpy, promises, mutants,
+refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from pallas_kernels.core import dispatch
 from pallas_kernels.hopper.threads import lanes
 
 pytestmark = pytest.mark.optimized
-"""It looks at the memory of programs; and what is compiled quickly for a CPU changes the bits of some bfloat16 numbers."""
+"""It looks at the memory of programs; and what is compiled quickly for a CPU changes the bits of some bfloat16
+numbers."""
 
 XLA = functools.partial(copy_tiles, implementation="xla")
 """The base of the mutants."""
@@ -31,8 +33,8 @@ IMPLEMENTATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a call. no_source, no_target: places (entry, head) with -1 there. value_dim: V is that much of K. twice: whether the last
-    entry is the first one again."""
+    """Sizes of a call. no_source, no_target: places (entry, head) with -1 there. value_dim: V is that much of K. twice:
+    whether the last entry is the first one again."""
 
     entries: int = 3
     kv_heads: int = 2
@@ -76,7 +78,8 @@ def test_cases_take_every_way_through_the_kernel():
 
 @functools.cache
 def arguments(name: str) -> tuple:
-    """k, v, sources, targets. Every tile holds bits of its own, also those that are NaN; frames that nothing names are all NaN."""
+    """k, v, sources, targets. Every tile holds bits of its own, also those that are NaN; frames that nothing names are
+    all NaN."""
     case, rng = CASES[name], np.random.default_rng(sum(map(ord, name)))
     num_frames = 2 * case.entries + 3
     frames = np.stack([rng.permutation(num_frames)[: 2 * case.entries] for _ in range(case.kv_heads)], 1).astype(np.int32)
@@ -155,7 +158,8 @@ def test_bits_twice(tools, name):
 @pytest.mark.parametrize("read", [False, True], ids=["alone", "read afterwards"])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_donated_pool_is_not_copied(name, read):
-    """A pool far larger than the tiles: the compiled program needs no memory of its size, nor does what reads the pool next."""
+    """A pool far larger than the tiles: the compiled program needs no memory of its size, nor does what reads the pool
+    next."""
     pool, frames = jax.ShapeDtypeStruct((512, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2), jnp.int32)
 
     def op(k, v, sources, targets):

@@ -1,4 +1,5 @@
-"""copy_tiles over packed pages: codes and scales of a tile go together, by every implementation, and on emulated threads."""
+"""copy_tiles over packed pages: codes and scales of a tile go together, by every implementation, and on emulated
+threads."""
 
 from __future__ import annotations
 

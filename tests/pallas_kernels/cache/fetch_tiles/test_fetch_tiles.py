@@ -1,4 +1,5 @@
-"""The suite of fetch_tiles: what place_tiles promises, and copies that make it true; every implementation, and emulated threads."""
+"""The suite of fetch_tiles: what place_tiles promises, and copies that make it true; every implementation, and emulated
+threads."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def static(name: str) -> dict:
 
 
 def check(op, name: str) -> None:
-    """What `place_tiles` promises of lists and buffer; and in the pool, that each copied tile is the one it was made of, and nothing else
-    has changed."""
+    """What `place_tiles` promises of lists and buffer; and in the pool, that each copied tile is the one it was made
+    of, and nothing else has changed."""
     before, case, targets = pool(name), CASES[name], None
 
     def placed(*arrays, **sizes):
@@ -135,7 +136,8 @@ def test_gpu_form_compiles_for_blackwell_without_spilling(spill_free_on_blackwel
 
 
 CONTESTED = (5, 6, 7, 8)
-"""Numbers of the kernel's arguments of which several threads may write one word: tags, ages, and where rows list one tile, the pool."""
+"""Numbers of the kernel's arguments of which several threads may write one word: tags, ages, and where rows list one
+tile, the pool."""
 
 
 @pytest.fixture(scope="session")

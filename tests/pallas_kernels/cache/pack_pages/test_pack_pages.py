@@ -1,4 +1,5 @@
-"""pack_pages against its reference in NumPy, the error that its docstring promises, sizes, and mutants that must fail."""
+"""pack_pages against its reference in NumPy, the error that its docstring promises, sizes, and mutants that must
+fail."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ FORMATS = {
 
 
 def numbers(shape=(2, 16, 64), seed=0) -> np.ndarray:
-    """Tokens of very different sizes with outliers, a row of zeros, one of equal numbers, ties, and the smallest and largest numbers.
-    Integers times powers of 2, so that sums of 64 of them are exact."""
+    """Tokens of very different sizes with outliers, a row of zeros, one of equal numbers, ties, and the smallest and
+    largest numbers. Integers times powers of 2, so that sums of 64 of them are exact."""
     rng = np.random.default_rng(seed)
     x = np.rint(rng.standard_t(3, shape).clip(-60, 60) * 64).astype(np.float32) / 64
     x *= 2.0 ** rng.integers(-8, 8, (*shape[:-1], 1))
@@ -47,7 +48,8 @@ def numbers(shape=(2, 16, 64), seed=0) -> np.ndarray:
 
 
 def promised(format: PageFormat, x: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-    """The largest error of each number, or of each token's vector (last axis 1), that the docstring of pack_pages allows."""
+    """The largest error of each number, or of each token's vector (last axis 1), that the docstring of pack_pages
+    allows."""
     unit = np.ones((1, 1), np.float32) if scales is None else np.abs(scales.astype(np.float32))
     if 1 < np.shape(unit)[-1] < x.shape[-1]:
         unit = np.repeat(unit, x.shape[-1] // unit.shape[-1], axis=-1)
@@ -163,7 +165,8 @@ def test_what_is_not_finite_shows(name):
 @pytest.mark.quick_but("d4")
 @pytest.mark.parametrize("name", ["int8 token", "int4 groups", "fp8 token", "q8_0", "q4_0", "d4", "e8 rotated"])
 def test_the_smallest_and_largest_numbers(name):
-    """Rows of 1e-40 read as 0; rows near the largest bfloat16 (of ggml's formats: near what a float16 scale allows) read as themselves."""
+    """Rows of 1e-40 read as 0; rows near the largest bfloat16 (of ggml's formats: near what a float16 scale allows)
+    read as themselves."""
     format = FORMATS[name]
     largest = 4e5 if format.codes in ("q8_0", "q4_0") else 3e36
     x = np.stack([np.full(64, 1e-40), np.full(64, largest), np.full(64, 1e-30)]).astype(np.float32)
@@ -178,7 +181,8 @@ def test_the_smallest_and_largest_numbers(name):
 @pytest.mark.quick_but("e8", "d4", "q4_0", "int8 page", "int4 groups")
 @pytest.mark.parametrize("name", ["int4 groups", "int8 page", "q8_0", "q4_0", "d4", "e8", "e8 rotated"])
 def test_bits_do_not_depend_on_the_program(name):
-    """A page packed alone, among others, or right behind the product that made it has the same bits; and so has a token, unpacked alone."""
+    """A page packed alone, among others, or right behind the product that made it has the same bits; and so has a
+    token, unpacked alone."""
     format = FORMATS[name]
     x = jax.random.normal(jax.random.key(1), (6, 16, 64)).astype(jnp.bfloat16)
     factor = jnp.float32(1.37)
@@ -237,8 +241,8 @@ def test_bytes_of_a_token(name):
 
 @pytest.mark.long
 def test_lattices_have_the_sizes_of_their_source_and_the_error_of_their_rate():
-    """Source 002: 2.4 to 2.8 times smaller than 16 bits. Gaussian tokens: squared error within 2 times the least that any code of so many
-    bits can have (rate-distortion: 4^-bits), and less in E8 than in D4 by its share."""
+    """Source 002: 2.4 to 2.8 times smaller than 16 bits. Gaussian tokens: squared error within 2 times the least that
+    any code of so many bits can have (rate-distortion: 4^-bits), and less in E8 than in D4 by its share."""
     x = jax.random.normal(jax.random.key(0), (64, 128, 128)).astype(jnp.bfloat16)
     errors = {}
     for name in ("d4", "d4, 76 levels", "e8"):
@@ -305,8 +309,8 @@ def test_divisors_are_not_replaced_by_reciprocals():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_read_back_in_the_same_program_stays_rounded(name):
-    """XLA for GPUs drops the conversion of a number to a narrower type and back, unless a barrier stands between. So each array that
-    pack_pages returns must come from one."""
+    """XLA for GPUs drops the conversion of a number to a narrower type and back, unless a barrier stands between. So
+    each array that pack_pages returns must come from one."""
     jaxpr = jax.make_jaxpr(lambda x: pack_pages(x, format=FORMATS[name]))(jnp.zeros((16, 64))).jaxpr
     while jaxpr.eqns[-1].primitive.name in ("jit", "pjit"):
         (call,) = jaxpr.eqns

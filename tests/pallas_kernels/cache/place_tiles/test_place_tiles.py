@@ -1,4 +1,5 @@
-"""The suite of place_tiles: every implementation against what the op promises, and where that leaves no choice, against the reference."""
+"""The suite of place_tiles: every implementation against what the op promises, and where that leaves no choice, against
+the reference."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ def test_promises(name, case):
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_places_hold_what_tables_say_step_after_step(name):
-    """Random lists and growing sequences; copies are made in a pool of which only the page ids are kept. No list is ever led to another
-    page, and few tiles are copied when lists repeat."""
+    """Random lists and growing sequences; copies are made in a pool of which only the page ids are kept. No list is
+    ever led to another page, and few tiles are copied when lists repeat."""
     rng, batch, heads, width, pages, sets = np.random.default_rng(0), 2, 3, 6, 30, 4
     border = FIRST + sets * WAYS
     table = rng.permutation(500)[: batch * pages].reshape(batch, pages).astype(np.int32)

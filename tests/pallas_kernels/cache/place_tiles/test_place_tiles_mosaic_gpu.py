@@ -33,7 +33,8 @@ def test_gpu_form_compiles_for_blackwell_without_spilling(spill_free_on_blackwel
 
 
 TAGS, AGES = 5, 6
-"""Numbers of the kernel's arguments of which several threads may write one word: tiles may want one place, and rows may list one tile."""
+"""Numbers of the kernel's arguments of which several threads may write one word: tiles may want one place, and rows may
+list one tile."""
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""all_gather: every implementation gives the bits of all devices, on simulated devices; the Hopper kernel lowered, and its body on emulated
-devices; mutants; refusals; what is picked where."""
+"""all_gather: every implementation gives the bits of all devices, on simulated devices; the Hopper kernel lowered, and
+its body on emulated devices; mutants; refusals; what is picked where."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_arrays_go_to_words_and_come_back(name):
 
 @pytest.mark.parametrize("case", one_in(4, {name: case for name, case in STEPS.items() if size_of(case) <= KERNEL_BYTES}))
 def test_gpu_form_lowers(case):
-    """One kernel reaches into other devices' memory by XLA's means, however many calls there are; nothing is left to XLA."""
+    """One kernel reaches into other devices' memory by XLA's means, however many calls there are; nothing is left to
+    XLA."""
     text = lowered(KERNEL, STEPS[case], calls=2)
     kernels = [line for line in text.splitlines() if "custom_call @" in line]
     assert sum("uses_xla_collective_metadata = true" in line for line in kernels) == 1

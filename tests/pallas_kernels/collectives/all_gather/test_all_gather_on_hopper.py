@@ -1,4 +1,5 @@
-"""all_gather on real GPUs, two or more: the kernel gives the bits of all devices, in long chains too, and with devices out of step.
+"""all_gather on real GPUs, two or more: the kernel gives the bits of all devices, in long chains too, and with devices
+out of step.
 
 pytest -m gpu tests/pallas_kernels/collectives/all_gather
 """
@@ -38,8 +39,8 @@ def test_exchanges_of_decode_steps(case):
 @pytest.mark.parametrize("busy", [None, 0, 1])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_a_long_chain_is_right_every_time(devices, busy, turns):
-    """56 exchanges in a program, also by a loop, each of numbers made from the one before, 50 runs in a row without waiting between them; a
-    busy device comes late to every exchange. Whole numbers, so that every sum is exact."""
+    """56 exchanges in a program, also by a loop, each of numbers made from the one before, 50 runs in a row without
+    waiting between them; a busy device comes late to every exchange. Whole numbers, so that every sum is exact."""
     mesh = mesh_of(Case(devices, ()))
 
     def device(own, work):

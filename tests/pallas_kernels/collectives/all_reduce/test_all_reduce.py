@@ -1,4 +1,5 @@
-"""all_reduce: every implementation gives the bits of the definition on simulated devices; mutants; refusals; what is picked where."""
+"""all_reduce: every implementation gives the bits of the definition on simulated devices; mutants; refusals; what is
+picked where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The GPU form of all_reduce, without a GPU: lowered, and its protocol on emulated devices that write to each other's memory."""
+"""The GPU form of all_reduce, without a GPU: lowered, and its protocol on emulated devices that write to each other's
+memory."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ MAX_REGISTERS = 128
 
 @pytest.mark.parametrize("case", one_in(5, production()))
 def test_gpu_form_lowers(case):
-    """One kernel reaches into other devices' memory by XLA's means, without NVSHMEM and without multicast, and XLA puts its barrier before
-    it. The one that adds is a plain kernel."""
+    """One kernel reaches into other devices' memory by XLA's means, without NVSHMEM and without multicast, and XLA puts
+    its barrier before it. The one that adds is a plain kernel."""
     case = production()[case]
     text = lowered(KERNEL, case)
     kernels = [line for line in text.splitlines() if "custom_call @" in line]
@@ -73,7 +74,8 @@ def compiled(devices: int) -> dict[str, tuple]:
 @pytest.mark.parametrize("gpu", some_long(["H200", "B200", "B300"], "B300"))
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, capsys, devices, gpu):
-    """Every call asks for a buffer and a table. XLA keeps one pair of a program, before its loop, and copies neither."""
+    """Every call asks for a buffer and a table. XLA keeps one pair of a program, before its loop, and copies
+    neither."""
     found = cuda_kernels.check_spills(gpu, tmp_path, capsys, compiled(devices), (), 2, devices=devices)
     assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= MAX_REGISTERS
     programs = pickle.loads((tmp_path / "found.programs").read_bytes())
@@ -104,7 +106,8 @@ def on_threads(emulated, stage, arrays, scratch_words=None):
 
 @pytest.mark.parametrize("size", [256, 512, 1024, 2048])
 def test_on_emulated_threads_a_piece_is_sent_to_every_buffer_and_comes_back(emulated, size):
-    """Two words of a line, each followed by the call's number; nothing else is written, and every word arrives in its place."""
+    """Two words of a line, each followed by the call's number; nothing else is written, and every word arrives in its
+    place."""
     x, place, call = np.random.default_rng(size).integers(0, 2**31, size // 4, np.int32), 64, 7
     lines = size // 8 * peer_buffers.LINE_WORDS
     several = [np.full(place + peer_buffers.LINES * peer_buffers.LINE_WORDS + 8, -1, np.int32) for _ in range(3)]
@@ -211,7 +214,8 @@ SPEEDS = (0.01, 1, 100)
     speeds=st.lists(st.sampled_from(SPEEDS), min_size=5, max_size=5),
 )  # fmt: skip
 def test_in_random_orders_all_devices_have_the_sum(s, seed, speeds):
-    """Programs one after the other, in the same memory; any device, and the wires, may be a thousand times as fast as others."""
+    """Programs one after the other, in the same memory; any device, and the wires, may be a thousand times as fast as
+    others."""
     run(s, devices.Adversary(seed, speeds))
 
 

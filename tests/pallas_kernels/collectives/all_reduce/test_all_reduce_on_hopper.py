@@ -1,4 +1,5 @@
-"""all_reduce on real GPUs, two or more: the kernel gives the bits of the definition, in long chains too, and with devices out of step."""
+"""all_reduce on real GPUs, two or more: the kernel gives the bits of the definition, in long chains too, and with
+devices out of step."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def test_on_the_inner_axis_of_a_mesh():
 
 
 def chain(op, mesh, count: int, busy: int | None = None, turns: int = 1):
-    """`count` additions, each of parts made from the sum before. busy: the device that multiplies matrices before each. turns: in a loop of
-    so many turns."""
+    """`count` additions, each of parts made from the sum before. busy: the device that multiplies matrices before each.
+    turns: in a loop of so many turns."""
 
     def device(part, factor, work, residual):
         factor = factor[0]
@@ -78,7 +79,8 @@ def chain(op, mesh, count: int, busy: int | None = None, turns: int = 1):
 @pytest.mark.parametrize("devices", COUNTS)
 @pytest.mark.parametrize("width", [3584, 8192])
 def test_a_long_chain_has_the_bits_of_xla_every_time(devices, width, busy, turns, tools):
-    """56 calls in a program, also by a loop, and 50 runs of it in a row without waiting; a busy device comes late to every call."""
+    """56 calls in a program, also by a loop, and 50 runs of it in a row without waiting; a busy device comes late to
+    every call."""
     case = Case(devices, (1, width), "bfloat16")
     mesh, (parts, residual) = mesh_of(case), parts_of(case, 0)
     factor = np.random.default_rng(1).uniform(-0.5 / devices, 0.5 / devices, parts.shape).astype(parts.dtype)

@@ -1,4 +1,5 @@
-"""Logits of keys in few bits, by emulated threads: exact to 2^-15 of the largest terms, for every number of bits; and what is refused."""
+"""Logits of keys in few bits, by emulated threads: exact to 2^-15 of the largest terms, for every number of bits; and
+what is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CASES = {
 
 
 def errors(emulated, case: str) -> np.ndarray:
-    """Of the logits of 8 queries with every key of the last of three blocks, relative to the largest terms that they add."""
+    """Of the logits of 8 queries with every key of the last of three blocks, relative to the largest terms that they
+    add."""
     kind, block_size, head_dim, dtype = CASES[case]
     random, keys = np.random.default_rng(3), CodedKeys(kind, block_size, head_dim)
     blocks = random.standard_normal((3, block_size, head_dim)) * random.uniform(0.2, 3, head_dim) + 5 * random.standard_normal(head_dim)

@@ -1,7 +1,8 @@
-"""The prefill kernels for Hopper over packed pages, interpreted on the CPU with race detection; `test_packed_tiles.py` runs this in a
-process of its own, as `query_tiles_interpreted.py` says.
+"""The prefill kernels for Hopper over packed pages, interpreted on the CPU with race detection; `test_packed_tiles.py`
+runs this in a process of its own, as `query_tiles_interpreted.py` says.
 
-The interpreter does not run lanes. So what they do with half a tile is done by plain JAX here; `test_lane_halves.py` has the lanes.
+The interpreter does not run lanes. So what they do with half a tile is done by plain JAX here; `test_lane_halves.py`
+has the lanes.
 """
 
 from __future__ import annotations

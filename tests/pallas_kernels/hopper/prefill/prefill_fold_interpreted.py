@@ -1,4 +1,5 @@
-"""The prefill kernels for Hopper, interpreted on the CPU with race detection; `test_query_tiles.py` runs this in a process of its own.
+"""The prefill kernels for Hopper, interpreted on the CPU with race detection; `test_query_tiles.py` runs this in a
+process of its own.
 
 Three warpgroups wait for each other, each in a thread of XLA's; the two that a machine with two cores has would not do.
 """
@@ -84,7 +85,8 @@ LAUNCH = prefill_fold.launch
 
 
 def merged_by_arrays(s, out, lse):
-    """`split_merge.merge`, which has stages for single threads: the interpreter has none. The emulator has them (`test_query_tiles.py`)."""
+    """`split_merge.merge`, which has stages for single threads: the interpreter has none. The emulator has them
+    (`test_query_tiles.py`)."""
     out, lse = merge.merge_attention([out[:, :, n] for n in range(s.splits)], [lse[:, :, n] for n in range(s.splits)])
     return out.swapaxes(1, 2).astype(s.dtype), lse.swapaxes(1, 2)
 

@@ -1,4 +1,5 @@
-"""The prefill kernels for Hopper over packed pages, without one: interpreted, lowered, compiled to machine code; who is passed by.
+"""The prefill kernels for Hopper over packed pages, without one: interpreted, lowered, compiled to machine code; who is
+passed by.
 
 What only a GPU can tell is in `test_packed_tiles_on_hopper.py`.
 """
@@ -56,7 +57,8 @@ COMPILED = [f"{format}, {form}" for format in ("int8", "fp8", "int4", "q4_0", "i
 @pytest.mark.timeout(1800)
 @pytest.mark.long
 def test_compiles_with_little_spilled(spill_free):
-    """No loop of the folding warpgroups spills. What is left are places of barriers that are read at the end, and two words of a tile."""
+    """No loop of the folding warpgroups spills. What is left are places of barriers that are read at the end, and two
+    words of a tile."""
     found = spill_free({}, {case: LOWERED[case] for case in COMPILED})
     many = {case: kernels for case, kernels in found.items() if any(kernel["spill_stores"] > MAX_SPILLED for kernel in kernels)}
     assert not many

@@ -1,4 +1,5 @@
-"""Prefill attention over packed pages in Mosaic GPU on a Hopper GPU: against the reference and `xla`, mutants, bits, company, lists.
+"""Prefill attention over packed pages in Mosaic GPU on a Hopper GPU: against the reference and `xla`, mutants, bits,
+company, lists.
 
 pytest -m gpu tests/pallas_kernels/hopper/prefill/test_packed_tiles_on_hopper.py
 """

@@ -93,7 +93,8 @@ def test_lowers(cuda, case):
 
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, 14, 16, 28, 32, 40, 48, 64, 96, 128])
 def test_splits_depend_on_heads_until_a_chunk_fills_the_device(heads):
-    """Every chunk of fewer than 99 of 132 CTAs has the same number of splits, which fills the multiprocessors, if 32 splits can."""
+    """Every chunk of fewer than 99 of 132 CTAs has the same number of splits, which fills the multiprocessors, if 32
+    splits can."""
     found = [clusters.splits_of(heads, tiles) for tiles in range(1, 160)]
     full = [heads * tiles >= 99 for tiles in range(1, 160)]
     assert {splits for splits, fills in zip(found, full, strict=True) if fills} <= {1}
@@ -131,8 +132,8 @@ def test_a_walk_that_leaves_keys_out_is_not_split():
 
 
 def _parts(splits: int, heads: int = 2, rows: int = 5, head_dim: int = 128):
-    """A shape, and the parts of its rows: of the first row no part has keys, of the second only the last one. Parts without keys are NaN,
-    except the first."""
+    """A shape, and the parts of its rows: of the first row no part has keys, of the second only the last one. Parts
+    without keys are NaN, except the first."""
     rng = np.random.default_rng(splits)
     out = rng.standard_normal((1, heads, splits, 128, head_dim)).astype(np.float32)
     lse = (5 * rng.standard_normal((1, heads, splits, 128))).astype(np.float32)
@@ -146,7 +147,8 @@ def _parts(splits: int, heads: int = 2, rows: int = 5, head_dim: int = 128):
 
 @pytest.mark.parametrize("splits", [2, 9])
 def test_parts_are_merged_as_the_merge_of_arrays_does(tools, monkeypatch, splits):
-    """The second launch, thread by thread in the emulator: out `[B, R, H, D]`, and which head and row a part belongs to."""
+    """The second launch, thread by thread in the emulator: out `[B, R, H, D]`, and which head and row a part belongs
+    to."""
     monkeypatch.setattr(prefill_fold, "TILE_ROWS", 4)  # 8 rows in place of 128
     s, out, lse = _parts(splits)
     out, lse = out[:, :, :, :8], lse[:, :, :, :8]

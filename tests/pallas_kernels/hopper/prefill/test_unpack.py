@@ -1,4 +1,5 @@
-"""Half tiles of codes, by emulated threads: the numbers of `page_format.unpack`, where `wgmma` reads them; banks; and mutants."""
+"""Half tiles of codes, by emulated threads: the numbers of `page_format.unpack`, where `wgmma` reads them; banks; and
+mutants."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are unpacked before,
-without a GPU: interpreted, lowered, compiled to machine code; which chunks take that way, and its memory.
+"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are
+unpacked before, without a GPU: interpreted, lowered, compiled to machine code; which chunks take that way, and its
+memory.
 
 What only a GPU can tell is in `test_wide_pages_on_hopper.py`.
 """
@@ -60,7 +61,8 @@ MAX_SPILLED = 16
 @pytest.mark.timeout(1800)
 @pytest.mark.long
 def test_compiles_with_little_spilled(spill_free):
-    """Two kernels for the spans before the last, and two for that. In `TIGHT` forms up to four words of the second wait in memory."""
+    """Two kernels for the spans before the last, and two for that. In `TIGHT` forms up to four words of the second wait
+    in memory."""
     cases = [{f"{x}, {form}": LOWERED[f"{x}, {form}"] for x in FORMATS for form in forms} for forms in (FORMS.keys() - TIGHT, TIGHT)]
     found = spill_free(*cases, launches=4)
     assert all(kernel["spill_stores"] <= MAX_SPILLED for kernels in found.values() for kernel in kernels)

@@ -1,5 +1,5 @@
-"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are unpacked before, on
-a Hopper GPU: the bits of the launch that unpacks in the kernel, the reference, mutants.
+"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are
+unpacked before, on a Hopper GPU: the bits of the launch that unpacks in the kernel, the reference, mutants.
 
 pytest -m gpu tests/pallas_kernels/hopper/prefill/test_wide_pages_on_hopper.py
 """
@@ -63,7 +63,8 @@ def in_both_ways(monkeypatch):
 
 @pytest.mark.parametrize(("name", "units"), [(name, units) for name in CASES for units in (1, 3, 100)] + [(name, 0) for name in OF_LISTS])
 def test_bits_are_those_of_unpacking_in_the_kernel(tools, in_both_ways, name, units):
-    """So they do not depend on spans, cuts, tables and company, as `test_packed_tiles_on_hopper.py` shows of these. Lists have no spans."""
+    """So they do not depend on spans, cuts, tables and company, as `test_packed_tiles_on_hopper.py` shows of these.
+    Lists have no spans."""
     case = packed_prefill_suite.build(tools, seed=sum(map(ord, name)), **(BASE | (CASES | OF_LISTS)[name]))
     new, old = in_both_ways(case, units)
     packed_prefill_suite.compare(tools, case, new)

@@ -1,5 +1,6 @@
-"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are unpacked before,
-interpreted on the CPU with race detection; `test_wide_pages.py` runs this in a process of its own, as `query_tiles_interpreted.py` says.
+"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are
+unpacked before, interpreted on the CPU with race detection; `test_wide_pages.py` runs this in a process of its own, as
+`query_tiles_interpreted.py` says.
 
 Lanes are done by plain JAX, as in `packed_tiles_interpreted.py`. Spans are short, so that a row has several.
 """

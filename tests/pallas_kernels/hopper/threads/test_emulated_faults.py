@@ -11,8 +11,8 @@ THREADS = 64
 
 
 def run(emulated, function) -> None:
-    """`function(arrays, shared, cta)` by two CTAs of 64 threads with 256 words each; global memory: x, 64 words, and out, which what the
-    function returns is stored to."""
+    """`function(arrays, shared, cta)` by two CTAs of 64 threads with 256 words each; global memory: x, 64 words, and
+    out, which what the function returns is stored to."""
     arrays = {"x": np.zeros(64, np.int32), "out": np.zeros(128, np.int32)}
 
     def stage(arrays, scratch, cta):
@@ -236,7 +236,8 @@ def _one(function):
 
 
 def _send(a, shared, *, size=64, make=True, thread=0):
-    """A thread starts a bulk copy to word 64, which the first arrival awaits; arrivals stand at the start of shared memory."""
+    """A thread starts a bulk copy to word 64, which the first arrival awaits; arrivals stand at the start of shared
+    memory."""
     if make:
         lane_copies.make_arrivals(shared, 2, THREADS)
     zero = lanes.i32(0)

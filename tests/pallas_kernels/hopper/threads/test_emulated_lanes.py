@@ -1,5 +1,6 @@
 """The emulator of GPU threads: its memory and control against plain expectations, and a stage of the project with
-bugs planted. (Its faults: `test_emulated_faults.py`. Its arithmetic: `test_lanes.py`, by the same table as on a GPU.)"""
+bugs planted. (Its faults: `test_emulated_faults.py`. Its arithmetic: `test_lanes.py`, by the same table as on a
+GPU.)"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ I = np.arange(THREADS, dtype=np.int32)  # noqa: E741
 
 
 def run(emulated, function, *, ctas: int = 1, threads: int = THREADS, out: int = 1, words: int = 256, **arrays) -> np.ndarray:
-    """`function(arrays, shared)`, called with the emulator's references, returns values per thread; `[out, ctas, threads]` of them."""
+    """`function(arrays, shared)`, called with the emulator's references, returns values per thread; `[out, ctas,
+    threads]` of them."""
     given = {"out": np.full((out, ctas * threads), -7, np.int32), **arrays}
 
     def stage(arrays, scratch, cta):

@@ -10,7 +10,8 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 def unpacked(emulated, codes: str, dtype: str, zero: int | None) -> np.ndarray:
-    """The numbers of every code of 8 bits, or of all pairs of codes of 4 bits, in the order of the codes. 64 words of 4 bytes."""
+    """The numbers of every code of 8 bits, or of all pairs of codes of 4 bits, in the order of the codes. 64 words of 4
+    bytes."""
     stored = np.arange(256, dtype=np.uint8).view(np.int32)
     per_word = lane_codes.PER_WORD[codes]
     out, order = np.zeros((per_word // 2, 64), np.int32), np.zeros((per_word // 2, 64), np.int32)

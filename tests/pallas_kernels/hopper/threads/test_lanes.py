@@ -1,4 +1,5 @@
-"""The functions of single threads: each lowers for a GPU, where their arithmetic is tried on one too; old JAX is refused."""
+"""The functions of single threads: each lowers for a GPU, where their arithmetic is tried on one too; old JAX is
+refused."""
 
 from __future__ import annotations
 

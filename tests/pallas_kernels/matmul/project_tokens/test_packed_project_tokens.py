@@ -1,4 +1,5 @@
-"""project_tokens of packed matrices by its Mosaic GPU kernel: on emulated threads, with bugs planted; lowered; compiled; on a GPU."""
+"""project_tokens of packed matrices by its Mosaic GPU kernel: on emulated threads, with bugs planted; lowered;
+compiled; on a GPU."""
 
 from __future__ import annotations
 
@@ -248,7 +249,8 @@ def test_a_planted_bug_is_found(monkeypatch, name):
 
 
 def one_product(x, codes: str = "int8", scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of one chunk by codes of 1 and -1, on emulated threads, in float32, and exactly. scale: of blocks; None: of whole rows, 1."""
+    """Tokens of one chunk by codes of 1 and -1, on emulated threads, in float32, and exactly. scale: of blocks; None:
+    of whole rows, 1."""
     signs = np.where(np.random.default_rng(0).integers(0, 2, (16, x.shape[1])), 1, -1)
     stored = signs.astype(np.int8) if codes == "int8" else ((signs + 8)[:, ::2] | (signs + 8)[:, 1::2] << 4).astype(np.uint8)
     format = MatrixFormat(codes) if scale is None else MatrixFormat(codes, 1, x.shape[1])
@@ -395,7 +397,8 @@ def _as_arrays(call: tuple) -> tuple:
     ],
 )
 def test_dispatch_takes_it_or_says_why_not(on_hopper, call, reason):
-    """On a Hopper GPU a call without a named implementation runs on the kernel, or on `xla` where the kernel cannot take it."""
+    """On a Hopper GPU a call without a named implementation runs on the kernel, or on `xla` where the kernel cannot
+    take it."""
     _, arrays, keywords = call
     structs = jax.tree.map(_struct, arrays, is_leaf=lambda x: isinstance(x, tuple))
     if reason is not None:

@@ -1,4 +1,5 @@
-"""The suite of project_tokens: every implementation against the reference, the reference against flax, promises, mutants, refusals."""
+"""The suite of project_tokens: every implementation against the reference, the reference against flax, promises,
+mutants, refusals."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def test_forms_of_a_cpu_match_reference(tokens, dtype):
     ),
 )
 def test_reference_against_flax(case):
-    """RMSNorm and the products with flax, the rotation with the function that the models are held to transformers by."""
+    """RMSNorm and the products with flax, the rotation with the function that the models are held to transformers
+    by."""
     (x, weights), options = jax.tree.map(lambda y: y.astype(jnp.float32) if hasattr(y, "astype") else y, arguments(case))
     if options["norm"] is not None:
         x = flax.linen.RMSNorm(epsilon=EPS).apply({"params": {"scale": options["norm"] + options["norm_offset"]}}, x)

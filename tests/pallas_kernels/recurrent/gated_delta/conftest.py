@@ -36,7 +36,8 @@ def tokens(
     keys: str = "random",
     normalize: bool = True,
 ) -> dict[str, np.ndarray]:
-    """q, k, v, g and beta of `count` tokens of each row, and the state before them. keys: "random" (one is 0) or "equal"."""
+    """q, k, v, g and beta of `count` tokens of each row, and the state before them. keys: "random" (one is 0) or
+    "equal"."""
     random, (key_heads, value_heads), (key_dim, value_dim) = np.random.default_rng(seed), heads, dims
     q, k = random.standard_normal((2, batch, count, key_heads, key_dim))
     if keys == "equal":
@@ -62,8 +63,9 @@ def make(
     normalize: bool = True,
     **of_tokens,
 ) -> SimpleNamespace:
-    """A page of each row of a batch, in the middle of a sequence. arrays, keywords: of the form's function. out, corrections, size, state:
-    what is expected, in float64, of all tokens; counts, lengths. What nobody may read is NaN."""
+    """A page of each row of a batch, in the middle of a sequence. arrays, keywords: of the form's function. out,
+    corrections, size, state: what is expected, in float64, of all tokens; counts, lengths. What nobody may read is
+    NaN."""
     counts, lengths = np.array(counts, np.int32), np.array(lengths, np.int32)
     given = tokens(seed, len(counts), int((counts + lengths).max()), normalize=normalize, **of_tokens)
     scale = given["k"].shape[3] ** -0.5
@@ -104,8 +106,8 @@ def make(
 def recurrence(q, k, v, g, beta, start, *, scale, normalize=True):
     """One row by the formula: (out, corrections, every state [T+1, H, Dk, Dv], sizes [T, H, 2]).
 
-    The sizes are those of what a row of `out`, and of the corrections, is added up from, |q| times |S| say: rounding errors are
-    proportional to them, also where the sum cancels.
+    The sizes are those of what a row of `out`, and of the corrections, is added up from, |q| times |S| say: rounding
+    errors are proportional to them, also where the sum cancels.
     """
     q, k, v, g, beta, start = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, start))
     if normalize:

@@ -1,7 +1,8 @@
 """Makes golden.npz with transformers and PyTorch: `python make_golden.py`. Imports nothing of kvjax.
 
-What transformers' Qwen3.5 functions give (`torch_chunk_gated_delta_rule`, `torch_recurrent_gated_delta_rule`, `causal_conv1d_fn`,
-`causal_conv1d_update`), in float32 on a CPU. Made with transformers 5.17.0 and torch 2.13.0. Arrays are named "CASE/ARRAY":
+What transformers' Qwen3.5 functions give (`torch_chunk_gated_delta_rule`, `torch_recurrent_gated_delta_rule`,
+`causal_conv1d_fn`, `causal_conv1d_update`), in float32 on a CPU. Made with transformers 5.17.0 and torch 2.13.0. Arrays
+are named "CASE/ARRAY":
 
     q, k        float32[B, T, K, Dk]   before they are repeated for the value heads
     v           float32[B, T, H, Dv]

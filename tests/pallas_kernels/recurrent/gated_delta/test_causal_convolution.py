@@ -91,8 +91,8 @@ def test_matches_transformers():
 
 
 def run_in_pieces(op, arrays, state, pieces, sizes):
-    """Calls of `op`, piece after piece: outs per row, last state. pieces: tokens of each row; sizes: the T's that calls may have. Each call
-    takes the least that holds its pieces, and NaN where a row has no token."""
+    """Calls of `op`, piece after piece: outs per row, last state. pieces: tokens of each row; sizes: the T's that calls
+    may have. Each call takes the least that holds its pieces, and NaN where a row has no token."""
     done, outs = np.zeros(len(pieces[0]), int), [[] for _ in pieces[0]]
     for lengths in pieces:
         wide = min(size for size in sizes if size >= max(lengths))

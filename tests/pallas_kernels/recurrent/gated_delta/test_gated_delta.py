@@ -1,4 +1,5 @@
-"""The suite of gated_delta: every implementation against numpy in float64 and transformers, mutants against the suite."""
+"""The suite of gated_delta: every implementation against numpy in float64 and transformers, mutants against the
+suite."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def test_is_the_recurrence(check, case, name):
     [(case, name) for name in ("reference", "xla") for case in ("usual", "strong")] + [("ratio 4, as they are", "reference")],
 )
 def test_matches_transformers(layer, case, name):
-    """Outputs and last states of both of its functions. Its chunked one loses digits where a weak decay follows a strong one."""
+    """Outputs and last states of both of its functions. Its chunked one loses digits where a weak decay follows a
+    strong one."""
     of = {key.partition("/")[2]: array for key, array in GOLDEN.items() if key.startswith(f"{case}/")}
     normalize, (tokens, _, key_dim) = "as they are" not in case, of["q"].shape[1:]
     arrays = [jnp.asarray(of[each]) for each in ("q", "k", "v", "g", "beta")]
@@ -235,7 +237,8 @@ def test_mutant_fails(tools, check, mutant):
 
 
 def test_wrong_steps_and_folds_fail(tools, check):
-    """Mutants of the parts that pages do not have: they pass every case of a page, or are caught there by another part."""
+    """Mutants of the parts that pages do not have: they pass every case of a page, or are caught there by another
+    part."""
     for form in ("step", "fold"):
         cases = {name: case for name, case in CASES.items() if case.get("form") == form}
         for name in ("page_g", "corrections", "start", "counts"):

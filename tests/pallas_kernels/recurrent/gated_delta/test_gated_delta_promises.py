@@ -58,7 +58,8 @@ def test_any_cut_gives_the_same_bits(layer, sequence, seeds):
 
 
 def _known_ones_stay(q, k, v, g, beta, corrections, start, counts, lengths, *, scale, chunk):
-    """A page whose old tokens are not computed again: the new ones are solved for with the corrections that are known."""
+    """A page whose old tokens are not computed again: the new ones are solved for with the corrections that are
+    known."""
     at = counts[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
     new = [jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, at) for x in (q, k, v, g, beta)]
     out, found = delta_step(*new, k, g, corrections, start, counts, lengths, scale=scale)

@@ -1,7 +1,8 @@
-"""The kernel of block_mass for Hopper, interpreted on the CPU with race detection; `test_block_mass_mosaic_gpu.py` runs this in a process
-of its own.
+"""The kernel of block_mass for Hopper, interpreted on the CPU with race detection; `test_block_mass_mosaic_gpu.py` runs
+this in a process of its own.
 
-Up to four warpgroups wait for each other, each in a thread of XLA's; the two that a machine with two cores has would not do.
+Up to four warpgroups wait for each other, each in a thread of XLA's; the two that a machine with two cores has would
+not do.
 """
 
 from __future__ import annotations

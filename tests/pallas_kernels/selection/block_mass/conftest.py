@@ -1,5 +1,5 @@
-"""Chunks that catch real bugs in block_mass, the check against the reference, and mutants; for the suites of all implementations. They come
-by the fixture `suite_of`; a test that takes `mutant` runs over all of `MUTANTS`.
+"""Chunks that catch real bugs in block_mass, the check against the reference, and mutants; for the suites of all
+implementations. They come by the fixture `suite_of`; a test that takes `mutant` runs over all of `MUTANTS`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from paging import block_mass, flash_attention
 NAMES = ("q", "k", "table", "starts", "lengths", "lse", "first_query")
 
 OWN = {"starts": None, "first_query": 0, "block_size": None, "lse_of": "all"}
-"""What a case has beside what `make_paged` takes. first_query: a number, or "late": eight before the end of each sequence, in the last row
-behind it. lse_of: "all" keys, or "few": that of a window, which not every query has."""
+"""What a case has beside what `make_paged` takes. first_query: a number, or "late": eight before the end of each
+sequence, in the last row behind it. lse_of: "all" keys, or "few": that of a window, which not every query has."""
 
 
 class Suite:
     """Cases by name; what they are made of, and what the reference says to them, is made once.
 
-    rows, each: how far a row's masses may be off in all, as a part of its norm, and each of them, as a part of itself; cases of huge
-    logits, which float32 rounds in the third place after the point, `huge`.
+    rows, each: how far a row's masses may be off in all, as a part of its norm, and each of them, as a part of itself;
+    cases of huge logits, which float32 rounds in the third place after the point, `huge`.
     """
 
     def __init__(self, tools, cases: dict[str, dict], common: dict, rows: float, each: float, huge: float):
@@ -69,7 +69,8 @@ class Suite:
 
 @pytest.fixture(scope="session")
 def suite_of(tools):
-    """(cases, rows, each, huge, **common) -> `Suite`. cases: by name the fields of a case that are its own; common: those of all."""
+    """(cases, rows, each, huge, **common) -> `Suite`. cases: by name the fields of a case that are its own; common:
+    those of all."""
     return lambda cases, *, rows, each, huge, **common: Suite(tools, cases, common, rows, each, huge)
 
 
@@ -77,7 +78,8 @@ def suite_of(tools):
 
 
 def _with(change=None, result=None, **of_name):
-    """Arguments changed by functions of the same name, or by `change`, of all of them by name; the result by `result`, of it and them."""
+    """Arguments changed by functions of the same name, or by `change`, of all of them by name; the result by `result`,
+    of it and them."""
 
     def mutant(op):
         def changed(*arrays, **static):

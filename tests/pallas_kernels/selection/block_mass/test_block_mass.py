@@ -1,4 +1,5 @@
-"""The suite of block_mass: every implementation against the reference, the reference against JAX, mutants against the suite, promises."""
+"""The suite of block_mass: every implementation against the reference, the reference against JAX, mutants against the
+suite, promises."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def whole(tools):
 
 @pytest.mark.parametrize("first", [0, 37])
 def test_reference_sums_the_weights_of_jax(tools, whole, first):
-    """Against jax.nn.softmax of explicit logits; and against jax.nn.dot_product_attention, whose values say which block a key is of."""
+    """Against jax.nn.softmax of explicit logits; and against jax.nn.dot_product_attention, whose values say which block
+    a key is of."""
     arrays, keys, sm_scale = whole
     logits = jnp.einsum("bthd,bshd->bhts", arrays[0], jnp.repeat(keys, 4, axis=2), precision="highest") * sm_scale
     logits = jnp.where(jnp.tri(96, dtype=bool), logits, -jnp.inf)
@@ -156,7 +158,8 @@ def _struct(num_queries: int, tokens: int, heads: int, kv_heads: int, head_dim: 
 
 
 def test_a_chunk_over_128k_tokens_takes_tiles():
-    """2048 queries of 8 heads: their weights would be 8 GiB, their sums by block 512 MiB; a tile of weights is 4 MiB, q 4 MiB."""
+    """2048 queries of 8 heads: their weights would be 8 GiB, their sums by block 512 MiB; a tile of weights is 4 MiB, q
+    4 MiB."""
     op = functools.partial(block_mass, block_size=16, sm_scale=0.1, config=xla.Config(), implementation="xla")
     compiled = jax.jit(op).lower(**_struct(2048, 131072, heads=8, kv_heads=2, head_dim=64)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 48 * 2**20

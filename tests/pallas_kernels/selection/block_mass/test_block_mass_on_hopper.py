@@ -1,4 +1,5 @@
-"""block_mass in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, long chunks, large pools."""
+"""block_mass in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, long
+chunks, large pools."""
 
 from __future__ import annotations
 

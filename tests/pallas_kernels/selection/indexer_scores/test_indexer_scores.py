@@ -1,4 +1,5 @@
-"""The suite of indexer_scores: xla against the reference, the reference against numpy in float64, mutants against the suite, promises."""
+"""The suite of indexer_scores: xla against the reference, the reference against numpy in float64, mutants against the
+suite, promises."""
 
 from __future__ import annotations
 
@@ -225,7 +226,8 @@ def test_quantized_keys_by_hand(key, codes, scale):
 
 
 def test_scores_of_quantized_keys_are_near_those_of_the_keys():
-    """Per query: the error's norm, and how many of the 2,048 best of 128K tokens are the same. docs/token-sparse.md quotes both."""
+    """Per query: the error's norm, and how many of the 2,048 best of 128K tokens are the same. docs/token-sparse.md
+    quotes both."""
     rng, tokens = np.random.default_rng(3), 131072
     keys = jnp.asarray(rng.standard_normal((tokens // 128, 128, 128)), jnp.float32)
     q, weights = jnp.asarray(rng.standard_normal((1, 3, 64, 128)), jnp.float32), jnp.asarray(rng.standard_normal((1, 3, 64)), jnp.float32)
@@ -266,7 +268,8 @@ def test_bits_depend_on_the_row_alone(tools, inputs, case):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_memory_is_bounded_by_the_tile(dtype):
-    """256K tokens, of which 64 heads would make 67 MB of dot products: temporaries are a tile's, and the scores once more."""
+    """256K tokens, of which 64 heads would make 67 MB of dot products: temporaries are a tile's, and the scores once
+    more."""
     shape, tokens = jax.ShapeDtypeStruct, 262144
     keys, pages = shape((tokens // 128, 128, 128), jnp.dtype(dtype)), tokens // 128
     q, weights = shape((1, 1, 64, 128), jnp.bfloat16), shape((1, 1, 64), jnp.float32)

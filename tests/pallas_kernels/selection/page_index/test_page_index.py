@@ -144,7 +144,8 @@ def test_reference_against_numpy():
 
 
 def test_mean_is_rounded_once():
-    """In bfloat16 a running sum of 128 numbers near 100 would be off by whole units; the float32 mean rounds to within half a step."""
+    """In bfloat16 a running sum of 128 numbers near 100 would be off by whole units; the float32 mean rounds to within
+    half a step."""
     keys = _keys("far from zero")
     mean = np.asarray(page_index(keys, kind="mean", block_size=128), np.float64)
     exact = np.asarray(keys, np.float64).mean(-2, keepdims=True)[:, None]

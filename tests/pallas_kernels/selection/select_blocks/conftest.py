@@ -1,5 +1,6 @@
-"""Indexes and queries that catch real bugs in a selection of blocks, the check against the reference, and mutants; for the suites of all
-implementations. They come by the fixture `suite_of`; a test that takes `mutant` runs over all of `MUTANTS` but its module's `NO_MUTANTS`.
+"""Indexes and queries that catch real bugs in a selection of blocks, the check against the reference, and mutants; for
+the suites of all implementations. They come by the fixture `suite_of`; a test that takes `mutant` runs over all of
+`MUTANTS` but its module's `NO_MUTANTS`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SIZES = ("page_size", "block_size", "k", "sink", "local")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """index: integers (scores are exact, with many ties), floats, equal, infinite (scores overflow to -inf), nan, denormal."""
+    """index: integers (scores are exact, with many ties), floats, equal, infinite (scores overflow to -inf), nan,
+    denormal."""
 
     lengths: tuple[int, ...]
     kv_heads: int
@@ -43,8 +45,9 @@ class Case:
 
 
 def make_arguments(case: Case, seed: int) -> tuple:
-    """q, index, page_table, lengths. Index rows of pages that the last query does not see as sealed, or that are not named, hold NaN or
-    scores that beat all others; page 0 and the last one are never named. Two sequences share a page, if they have a whole one."""
+    """q, index, page_table, lengths. Index rows of pages that the last query does not see as sealed, or that are not
+    named, hold NaN or scores that beat all others; page 0 and the last one are never named. Two sequences share a page,
+    if they have a whole one."""
     rng = np.random.default_rng(seed)
     used = [-(-n // case.page_size) for n in case.lengths]
     num_pages = sum(used) + 2
@@ -153,7 +156,8 @@ def _sized(**by):
 
 
 def _sealed_too_early(op):
-    """The selection as if a page were sealed for the query that fills it, too: one token later, without that token's block."""
+    """The selection as if a page were sealed for the query that fills it, too: one token later, without that token's
+    block."""
 
     def mutant(q, index, table, lengths, **sizes):
         ids = op(q, index, table, lengths + 1, **(sizes | {"local": sizes["local"] + 1}))

@@ -1,4 +1,5 @@
-"""The suite of select_blocks: every implementation against the reference, the reference against its rules and lax.top_k, mutants."""
+"""The suite of select_blocks: every implementation against the reference, the reference against its rules and
+lax.top_k, mutants."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_reference_keeps_the_rules(suite, name):
 
 @pytest.mark.parametrize("name", ["bounds", "mean", "floats", "drafts", "equal scores", "bfloat16"])
 def test_reference_keeps_the_top_k(suite, name):
-    """The distant blocks are those that jax.lax.top_k takes among the candidates of the last row's queries, from scores by numpy."""
+    """The distant blocks are those that jax.lax.top_k takes among the candidates of the last row's queries, from scores
+    by numpy."""
     case = suite.cases[name]
     q, index, table, lengths = (np.asarray(x, np.float32) if x.dtype != np.int32 else np.asarray(x) for x in suite.arguments(name))
     per_head = index[table[-1]].swapaxes(0, 1).reshape(case.kv_heads, -1, INDEX_ROWS[case.kind], case.head_dim)

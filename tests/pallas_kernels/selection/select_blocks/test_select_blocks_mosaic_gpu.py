@@ -122,7 +122,8 @@ ONE_CTA = {"lengths": (700,), "width": 11, "block_size": 1, "kv_heads": 1, "k": 
 
 
 def test_slots_of_bulk_copies_are_used_again(suite_of, on_emulated_threads, monkeypatch):
-    """A warp has more turns than slots. An arrival that is awaited for its first copy again would be a wait without end, or no wait."""
+    """A warp has more turns than slots. An arrival that is awaited for its first copy again would be a wait without
+    end, or no wait."""
     monkeypatch.setattr(mosaic_gpu, "AT_ONCE", 4)
     monkeypatch.setattr(clusters, "ctas_per_unit", lambda units: 1)
     suite = suite_of({"one CTA": ONE_CTA}, **COMMON)

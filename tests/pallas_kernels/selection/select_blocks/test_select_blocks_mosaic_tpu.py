@@ -1,4 +1,5 @@
-"""select_blocks for TPU: interpreted on the CPU with race detection, lowered, and compiled ahead of time where libtpu is installed.
+"""select_blocks for TPU: interpreted on the CPU with race detection, lowered, and compiled ahead of time where libtpu
+is installed.
 
 That the race detector prints what is looked for here is tested beside gather_attention for TPU.
 """
@@ -28,7 +29,8 @@ SMALL_TILES = jax.jit(
 """Tiles as small as they can be. The interpreter compiles for longer than it runs."""
 
 XLA = functools.partial(select_blocks, implementation="xla")
-"""The base of the mutants: what the suite makes of one on these cases does not depend on who computes it, and this is fast."""
+"""The base of the mutants: what the suite makes of one on these cases does not depend on who computes it, and this is
+fast."""
 
 
 COMMON = {"lengths": (0, 1, 15, 16, 17, 96), "kv_heads": 2, "group": 4, "head_dim": 128, "page_size": 16, "block_size": 4}

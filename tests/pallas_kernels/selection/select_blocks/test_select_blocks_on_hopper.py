@@ -1,4 +1,5 @@
-"""select_blocks in Mosaic GPU on a Hopper GPU: the very lists of the reference, mutants against the suite, long contexts, large pools.
+"""select_blocks in Mosaic GPU on a Hopper GPU: the very lists of the reference, mutants against the suite, long
+contexts, large pools.
 
 Where scores are integers they are exact and full of ties, so that lists must agree entry by entry.
 """

@@ -18,7 +18,8 @@ REFERENCE = functools.partial(select_tiles, implementation="reference")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sequences whose chunk of `num_queries` ends at `lengths` or, where `starts` say so, before; see `make_paged` of the tools."""
+    """Sequences whose chunk of `num_queries` ends at `lengths` or, where `starts` say so, before; see `make_paged` of
+    the tools."""
 
     lengths: tuple[int, ...] = (200, 333, 160)
     starts: tuple[int, ...] = (136, 272, 100)
@@ -108,7 +109,8 @@ def suite_of(tools):
         worth = functools.cache(lambda name: worths(*given(name)))
 
         def check(op: Callable, name: str) -> None:
-            """Lists are the reference's, but that a block may be taken for another whose worth is the same up to rounding."""
+            """Lists are the reference's, but that a block may be taken for another whose worth is the same up to
+            rounding."""
             arrays, static = given(name)
             blocks = np.asarray(op(*arrays, **static))
             assert blocks.dtype == np.int32

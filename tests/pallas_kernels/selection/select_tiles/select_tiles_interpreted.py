@@ -1,5 +1,5 @@
-"""The kernel of select_tiles for Hopper, interpreted on the CPU with race detection; `test_select_tiles_mosaic_gpu.py` runs this in a
-process of its own.
+"""The kernel of select_tiles for Hopper, interpreted on the CPU with race detection; `test_select_tiles_mosaic_gpu.py`
+runs this in a process of its own.
 
 Three warpgroups wait for each other, each in a thread of XLA's; the two that a machine with two cores has would not do.
 """

@@ -1,4 +1,5 @@
-"""The suite of select_tiles: every implementation against the reference, the reference against keys, and mutants against the suite."""
+"""The suite of select_tiles: every implementation against the reference, the reference against keys, and mutants
+against the suite."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_matches_reference(suite, name, case):
 
 @pytest.mark.parametrize("pooling", ["sum", "max"])
 def test_reference_lists_what_the_definition_ranks(suite, worths_of, pooling):
-    """Worked out in float64 from bounds that come straight from the keys; every case has lists that are not full as well."""
+    """Worked out in float64 from bounds that come straight from the keys; every case has lists that are not full as
+    well."""
     case = "maximum" if pooling == "max" else "chunks"
     arrays, static = suite[1](case)
     worth, blocks = worths_of(arrays, static), np.asarray(REFERENCE(*arrays, **static))
@@ -105,7 +107,8 @@ def test_reference_lists_what_the_definition_ranks(suite, worths_of, pooling):
 
 
 def test_the_bound_is_one(tools):
-    """No key of a block has a larger logit than the block's bound says, for any query: jax.nn's own products are the oracle."""
+    """No key of a block has a larger logit than the block's bound says, for any query: jax.nn's own products are the
+    oracle."""
     inputs = tools.make_paged(lengths=(96,), num_queries=16, width=6)
     bounds = page_index(inputs.k, kind="bounds", block_size=16)[inputs.page_table[0]]
     keys = inputs.k[inputs.page_table[0]]

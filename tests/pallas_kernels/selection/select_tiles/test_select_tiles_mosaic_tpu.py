@@ -1,4 +1,5 @@
-"""select_tiles for TPU: interpreted on the CPU with race detection, lowered, and compiled ahead of time where libtpu is installed.
+"""select_tiles for TPU: interpreted on the CPU with race detection, lowered, and compiled ahead of time where libtpu is
+installed.
 
 That the race detector prints what is looked for here is tested beside gather_attention for TPU.
 """
@@ -28,7 +29,8 @@ KERNEL = jax.jit(
 )
 """The interpreter compiles for longer than it runs."""
 REFERENCE = functools.partial(select_tiles, implementation="reference")
-"""The base of the mutants: what the suite makes of a mutant of it on these cases does not depend on who computes it, and this is fast."""
+"""The base of the mutants: what the suite makes of a mutant of it on these cases does not depend on who computes it,
+and this is fast."""
 
 BASE = {"head_dim": 128, "lengths": (200, 333), "starts": (104, 237), "num_queries": 96, "query_tile": 64, "kv_heads": 2, "group": 2}
 """Tiles of four blocks: lists change where a query is scored against blocks after it."""

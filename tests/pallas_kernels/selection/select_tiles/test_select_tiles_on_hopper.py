@@ -1,4 +1,5 @@
-"""select_tiles in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, long sequences."""
+"""select_tiles in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, long
+sequences."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def suite(suite_of, case_type):
-    """(check, arguments) of `CASES`; worths within what sums in another order, and exponentials of the hardware, may change."""
+    """(check, arguments) of `CASES`; worths within what sums in another order, and exponentials of the hardware, may
+    change."""
     return suite_of({name: case_type(**(BASE | fields)) for name, fields in CASES.items()}, 1e-3)
 
 

@@ -1,4 +1,5 @@
-"""Rows that catch real bugs in a top-k, a stable sort by numpy as the oracle, and the check; for the suites of all implementations.
+"""Rows that catch real bugs in a top-k, a stable sort by numpy as the oracle, and the check; for the suites of all
+implementations.
 
 A test that takes `case` runs over all of `CASES`. Everything else comes by the fixture `suite`.
 """
@@ -161,7 +162,8 @@ def spoil(scores: np.ndarray, lengths: np.ndarray) -> None:
 
 @functools.cache
 def rows_of(case: Case) -> Rows:
-    """All rows of a case: every kind at full length, and at every length that matters, or at one of them where rows are long."""
+    """All rows of a case: every kind at full length, and at every length that matters, or at one of them where rows are
+    long."""
     n, k = case.n, case.k
     rng = np.random.default_rng(n + 7 * k + len(case.hint))
     lengths = sorted({min(max(length, 0), n) for length in (0, 1, k - 1, k, k + 1, n - 1)})

@@ -1,4 +1,5 @@
-"""The suite of top_k: implementations against a stable sort by numpy, the definition against lax.top_k too, mutants, refusals."""
+"""The suite of top_k: implementations against a stable sort by numpy, the definition against lax.top_k too, mutants,
+refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""top_k for Hopper without one: the kernel on emulated threads, its counts against the replay, planted bugs; lowered; compiled.
+"""top_k for Hopper without one: the kernel on emulated threads, its counts against the replay, planted bugs; lowered;
+compiled.
 
 What only a GPU can tell is in `test_top_k_on_hopper.py`.
 """
@@ -106,8 +107,8 @@ def test_emulated(suite, check, name):
 
 
 def test_no_hint_changes_the_list_of_a_decode_step(suite, check):
-    """Scores of a lightning indexer whose queries drift from step to step, with a page that is missing: the kernel starts from the list of
-    the step before, and from noise."""
+    """Scores of a lightning indexer whose queries drift from step to step, with a page that is missing: the kernel
+    starts from the list of the step before, and from noise."""
     rng, batch, pages, size, k = np.random.default_rng(7), 2, 20, 64, 48
     keys = jnp.asarray(rng.standard_normal((batch * pages, size, 16)), jnp.float32)
     table = rng.permutation(batch * pages).reshape(batch, pages).astype(np.int32)
@@ -342,7 +343,8 @@ PRODUCTION = {f"{k} of {n}, batch {b}": production(SIZES[n], k, b) for n in SIZE
     ],
 )
 def test_how_a_row_is_shared_out(batch, row, k, expected):
-    """Capacity, CTAs and samples: of at most 4,096 scores and of at most 8,192 all are candidates; a CTA has 4,096 at least."""
+    """Capacity, CTAs and samples: of at most 4,096 scores and of at most 8,192 all are candidates; a CTA has 4,096 at
+    least."""
     s = plan.shape_of(batch, row, k, Config(), has_lengths=False, counted=False)
     assert (s.capacity, s.ctas, s.sample) == expected
     assert s.whole == (row <= 8192)

@@ -1,5 +1,5 @@
-"""top_k in Mosaic GPU on a Hopper GPU: the very results of a stable sort, for every kind of row and ten thousand adversarial ones, in
-production sizes too; whatever the hint and the config; counts as the replay says."""
+"""top_k in Mosaic GPU on a Hopper GPU: the very results of a stable sort, for every kind of row and ten thousand
+adversarial ones, in production sizes too; whatever the hint and the config; counts as the replay says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The suite of union_blocks: xla against the plain-Python reference, the reference against numpy, and mutants against the suite."""
+"""The suite of union_blocks: xla against the plain-Python reference, the reference against numpy, and mutants against
+the suite."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ IMPLEMENTATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """scores: "floats"; "integers" (means tie often); "equal"; "nowhere" (-inf and NaN strewn in); "infinite" (-inf); "zeros" (both)."""
+    """scores: "floats"; "integers" (means tie often); "equal"; "nowhere" (-inf and NaN strewn in); "infinite" (-inf);
+    "zeros" (both)."""
 
     scores: str = "floats"
     num_rows: int = 8
@@ -324,7 +326,8 @@ def test_what_the_kernel_cannot_do_is_passed_by(monkeypatch, sizes, reason):
 @pytest.mark.parametrize("rank", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [16, 40])
 def test_lists_of_any_width_on_hopper(num_blocks, rank, rows):
-    """Against the definition, bit for bit: two tiles and a half, and one with so many entries that more threads take part."""
+    """Against the definition, bit for bit: two tiles and a half, and one with so many entries that more threads take
+    part."""
     rng = np.random.default_rng(num_blocks)
     k = min(128, num_blocks)
     near = min(num_blocks, 3 * k)  # so that rows share blocks
