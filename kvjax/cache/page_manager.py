@@ -279,7 +279,7 @@ class PageManager:
         return {name: page_table([sequence.pages[name][:count]], widths.get(name)) for name, count in counts.items()}
 
     def held(self, sequence: Holder, hash_block: int | None = None) -> dict[str, list[int]]:
-        """The logical pages of a sequence that must be stored, and that it holds, by group. grain: as in
+        """The logical pages of a sequence that must be stored, and that it holds, by group. hash_block: as in
         `stored_pages`."""
         pages = sequence.pages
         wanted = {group.name: stored_pages(group, sequence.length, sequence.reach, hash_block) for group in self.spec.groups}
@@ -388,14 +388,14 @@ def first_read(group: GroupSpec, position: int, reach: Reach | None = None) -> i
 
 
 def first_stored(group: GroupSpec, length: int, hash_block: int | None = None) -> int:
-    """The first page that must be stored of `length` tokens. grain: if policies learn from prefill, the chunk size: the
-    queries of an unfinished chunk run again when prefill continues. None: no query runs again."""
+    """The first page that must be stored of `length` tokens. hash_block: if policies learn from prefill, the chunk
+    size: the queries of an unfinished chunk run again when prefill continues. None: no query runs again."""
     hash_block = hash_block or group.page_size
     return first_read(group, length // hash_block * hash_block)
 
 
 def stored_pages(group: GroupSpec, length: int, reach: Reach | None = None, hash_block: int | None = None) -> list[int]:
-    """The logical pages that must be stored of a sequence of `length` tokens. reach: as in `Holder`. grain: as in
+    """The logical pages that must be stored of a sequence of `length` tokens. reach: as in `Holder`. hash_block: as in
     `first_stored`."""
     hash_block = hash_block or group.page_size
     first = first_read(group, length // hash_block * hash_block, reach)

@@ -1,9 +1,9 @@
 """Pages that no sequence holds any more, found again by their content: the cache of prefixes.
 
-A prompt is cut into grains: pages, or whole chunks of prefill where a chunk's queries do not stand alone. Each grain
-has a digest of the digest before it, its tokens, and the policy that wrote it; the first one of everything else that
-bits depend on. So a grain's digest names all that its pages depend on, and a page that is found by it holds the bits
-that prefill would write.
+A prompt is cut into hash blocks: pages, or whole chunks of prefill where a chunk's queries do not stand alone. Each
+hash block has a digest of the digest before it, its tokens, and the policy that wrote it; the first one of everything
+else that bits depend on. So a hash block's digest names all that its pages depend on, and a page that is found by it
+holds the bits that prefill would write.
 
 A page stays in the pool, which may span device and host memory, until others need its room. It is copied to disk as
 soon as it has been written, so that giving it up costs nothing. What the pool cannot hold in host memory (pages of
@@ -51,9 +51,9 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class Chain:
-    """What prefix a sequence begins with. root: the digest before the first grain. path: that of `kvjax.dispatch`,
-    which root covers. digests: of its full grains. length: how many of its first tokens are such as prefill of a new
-    prompt writes them. firsts: by layer group, on which device of a mesh its first page lies or is to lie
+    """What prefix a sequence begins with. root: the digest before the first hash block. path: that of `kvjax.dispatch`,
+    which root covers. digests: of its full hash blocks. length: how many of its first tokens are such as prefill of a
+    new prompt writes them. firsts: by layer group, on which device of a mesh its first page lies or is to lie
     (`Holder`)."""
 
     root: bytes
@@ -120,8 +120,8 @@ class PrefixStats:
 class Prefixes:
     """The pages of prefixes. Pool, groups and indexes are the engine's.
 
-    grain: tokens that one digest covers, a multiple of the page size. host: for the layer groups of its `blocks`; None:
-    if pages are in host memory, they are the pool's.
+    hash_block: tokens that one digest covers, a multiple of the page size. host: for the layer groups of its `blocks`;
+    None: if pages are in host memory, they are the pool's.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Prefixes:
         """Give a sequence without tokens the pages of the longest known prefix of `tokens`, at most all but the last
         token. Returns its length in tokens; 0 if none is known, or if there are too few free pages.
 
-        how: position -> what writes the grain that begins there.
+        how: position -> what writes the hash block that begins there.
         """
         self._seen.prompts += 1
         self._seen.tokens += len(tokens)
@@ -232,8 +232,8 @@ class Prefixes:
             self._keep_states(sequence, chain.digests[-1])
 
     def pin(self, digests: list[bytes], length: int) -> int:
-        """Pin the prefix of these grains: all of them, or up to the last border at which a state is kept. Returns its
-        tokens.
+        """Pin the prefix of these hash blocks: all of them, or up to the last border at which a state is kept. Returns
+        its tokens.
 
         length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of
         `Pins.add`.
@@ -254,7 +254,7 @@ class Prefixes:
         return self.pins.add(digests[:count], firsts)
 
     def digests(self, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> list[bytes]:
-        """Of the full grains of a prompt. how: as in `adopt`."""
+        """Of the full hash blocks of a prompt. how: as in `adopt`."""
         return self._digests(chain.root, tokens, how)
 
     def allocator(self, group: str) -> PageAllocator:
@@ -262,11 +262,11 @@ class Prefixes:
         return self._page_manager.allocators[group]
 
     def state_keys(self, digests: Sequence[bytes]) -> dict[str, bytes]:
-        """Key of the state after these grains, for each layer group that has states."""
+        """Key of the state after these hash blocks, for each layer group that has states."""
         return {name: _named(digests[-1], name, 0) for name in self.spec.state_groups}
 
     def places(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> dict[str, tuple[list[int], list[int]]]:
-        """Of the pages of these grains, by layer group: those on the device, and of those that are elsewhere the
+        """Of the pages of these hash blocks, by layer group: those on the device, and of those that are elsewhere the
         devices of a mesh that they would be copied to. firsts: as in `Chain`. States are left out."""
         found = {}
         for name, start in self._first(len(digests)).items():
@@ -305,12 +305,12 @@ class Prefixes:
         return {key: here[place] for key in keys if (place := Place(first, key)) in here}
 
     def _first(self, count: int) -> dict[str, int]:
-        """The first page of each group that a sequence of `count` grains needs."""
+        """The first page of each group that a sequence of `count` hash blocks needs."""
         return {group.name: first_stored(group, count * self.hash_block) for group in self.spec.groups}
 
     def _found(self, digests: list[bytes], tokens: int | None) -> tuple[int, dict[str, int]]:
-        """The most grains whose pages are all there, and on which device of a mesh the first page of each group is to
-        lie (`Chain.firsts`).
+        """The most hash blocks whose pages are all there, and on which device of a mesh the first page of each group is
+        to lie (`Chain.firsts`).
 
         tokens: of the prompt; None: one that is not continued, whose pages lie where most of them are.
         """
@@ -336,8 +336,8 @@ class Prefixes:
         return range(self._page_manager.allocators[group].parts)
 
     def _known(self, group: str, digests: Sequence[bytes], first: int) -> int:
-        """The most grains whose pages of a group that keeps all tokens are there, for a prompt that begins on device
-        `first`."""
+        """The most hash blocks whose pages of a group that keeps all tokens are there, for a prompt that begins on
+        device `first`."""
         each = self.hash_block // self._page_size
         for count, digest in enumerate(digests):
             if not all(self._there(group, _named(digest, group, page), first) for page in range(each)):
@@ -374,7 +374,7 @@ class Prefixes:
         return other if fits and 2 * left[best] < left[other] and spent < gained else best
 
     def take(self, sequence: Holder, digests: list[bytes], firsts: Mapping[str, int], *, to_pin: bool = False) -> bool:
-        """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has
+        """Give a sequence the pages of these hash blocks. False if a page turned out to be lost or damaged: then it has
         none. OutOfPages if there are too few free pages for those that have to be copied. to_pin: for a pin, which
         takes no states of recurrent layers. No prompt has asked for its pages, so they do not count as found. firsts:
         as in `Chain`."""
@@ -460,7 +460,7 @@ class Prefixes:
         return self._page_manager.parts_from(group, first, [number for number, key in enumerate(keys, start) if key not in but])
 
     def _keep(self, sequence: Holder, number: int, chain: Chain) -> None:
-        """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages sharded in turn,
+        """A sequence has written hash block `number` of its prefix. On a mesh a prompt needs its pages sharded in turn,
         whoever wrote them: so they are found on the device by the device where the sequence begins, too."""
         each, digest = self.hash_block // self._page_size, chain.digests[number]
         for group in self.spec.groups:
@@ -471,7 +471,7 @@ class Prefixes:
                 page = sequence.pages[group.name][number * each + place]
                 key = _named(digest, group.name, place)
                 if page < 0:
-                    continue  # it left the window while the grain was written
+                    continue  # it left the window while the hash block was written
                 at = Place(chain.firsts[group.name], key)
                 if at not in self._device[group.name]:
                     self._enter(group.name, at, page)
@@ -515,7 +515,7 @@ def _digest(before: bytes, tokens: Sequence[int], how: str) -> bytes:
 
 
 def _named(digest: bytes, group: str, place: int) -> bytes:
-    """The key of a page of a grain."""
+    """The key of a page of a hash block."""
     return hashlib.blake2b(f"{group}/{place}".encode(), key=digest[:64], digest_size=32).digest()
 
 
@@ -535,7 +535,7 @@ class Pin:
 
 
 class Pins:
-    """The pinned prefixes of a cache of prefixes, by the digest of their last grain."""
+    """The pinned prefixes of a cache of prefixes, by the digest of their last hash block."""
 
     def __init__(self, prefixes: Prefixes):
         # Weakly, so that an engine that nobody holds any more gives its stores back at once.
@@ -557,8 +557,8 @@ class Pins:
         return [each for pin in self._pins.values() for each in pin.states.items()]
 
     def add(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> int:
-        """Pin the prefix of these grains, all of which are known. Returns its tokens. Pinning it again changes nothing.
-        firsts: on which device of a mesh its first page lies (`Chain`).
+        """Pin the prefix of these hash blocks, all of which are known. Returns its tokens. Pinning it again changes
+        nothing. firsts: on which device of a mesh its first page lies (`Chain`).
 
         ValueError if more than one page in SHARE of a store would be pinned, or if a page turns out to be damaged;
         OutOfPages.
@@ -578,7 +578,7 @@ class Pins:
         return pin.length
 
     def remove(self, digests: Sequence[bytes]) -> int:
-        """Unpin the longest pinned prefix of these grains. Returns its tokens. ValueError if none is pinned."""
+        """Unpin the longest pinned prefix of these hash blocks. Returns its tokens. ValueError if none is pinned."""
         for digest in reversed(digests):
             if (pin := self._pins.pop(digest, None)) is not None:
                 self._prefixes.release(pin.pages)

@@ -84,7 +84,7 @@ class PolicyStates:
         tensor: int = 1,
         packed: bool = False,
     ):
-        self._grain = page_size if packed else 1
+        self._unit = page_size if packed else 1
         self.policies = tuple(policy for policy in policies if learns_from_prefill(policy))
         for policy in self.policies:
             _check(policy, page_size, prefill_chunk)
@@ -149,7 +149,7 @@ class PolicyStates:
             return None, None
         opened = sequence.open_chunk
         if not whole or opened is None or opened.position < start:
-            opened = OpenChunk(-(-first // self._grain) * self._grain, (), dict(sequence.states))
+            opened = OpenChunk(-(-first // self._unit) * self._grain, (), dict(sequence.states))
         states = tuple(opened.states[policy] for policy in told)
         return Learning(states, np.array([opened.position], np.int32), told, self.max_pages), opened
 

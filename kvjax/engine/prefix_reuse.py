@@ -147,7 +147,7 @@ class Reuse:
             self._disk.close()
 
     def _how(self, position: int) -> str:
-        """What writes the grain that begins at a position in a new prompt; nothing, if that does not matter."""
+        """What writes the hash block that begins at a position in a new prompt; nothing, if that does not matter."""
         if not self.exact:
             return ""
         chunk = self._policy_set.prefill_chunk
