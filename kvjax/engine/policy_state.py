@@ -149,7 +149,7 @@ class PolicyStates:
             return None, None
         opened = sequence.open_chunk
         if not whole or opened is None or opened.position < start:
-            opened = OpenChunk(-(-first // self._unit) * self._grain, (), dict(sequence.states))
+            opened = OpenChunk(-(-first // self._unit) * self._unit, (), dict(sequence.states))
         states = tuple(opened.states[policy] for policy in told)
         return Learning(states, np.array([opened.position], np.int32), told, self.max_pages), opened
 
