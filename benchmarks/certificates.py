@@ -259,7 +259,7 @@ def _exact_near(
 def _check(policy: DecodePolicy, query: Array, layer: Any, ctx: SelectContext) -> None:
     if not can_certify(policy):
         raise ValueError(f"policy {policy} has no certificate: name a cascade without a share of attention, as cascade:4")
-    if query.shape[1] != 1 or ctx.shards is not None:
+    if query.shape[1] != 1 or ctx.shards.mesh is not None:
         raise ValueError(f"certificates are of steps of one token on one device, got {query.shape[1]} tokens, mesh {ctx.shards}")
     if not isinstance(layer, PagedKV):
         raise ValueError(f"policy {policy} reads keys of each KV head, which {type(layer).__name__} does not have: there is no certificate")

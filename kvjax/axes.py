@@ -81,35 +81,42 @@ def spec_of(axes: LogicalAxes) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What a program over a mesh knows about it. Static and hashable.
+    """What a program knows about the devices that it runs on: those of a mesh, or one (`ONE_DEVICE`). Static and
+    hashable.
 
-    mesh: as `mesh` makes it. pages: by layer group whose pages are sharded, how many each device holds; page ids [d *
-    n, (d + 1) * n) lie on device d of the context axis. row_parts: over how many devices of the context axis the rows
-    of a chunk of prefill are sharded (`kvjax.engine.sequence_parallel`): all of them, or 1. Methods that take arrays
-    are for programs inside `jax.shard_map`.
+    mesh: as `mesh` makes it; None: one device. Then all exchanges give back what they are given. pages: by layer group
+    whose pages are sharded, how many each device holds; page ids [d * n, (d + 1) * n) lie on device d of the context
+    axis. row_parts: over how many devices of the context axis the rows of a chunk of prefill are sharded
+    (`kvjax.engine.sequence_parallel`): all of them, or 1. Methods that take arrays are for programs inside
+    `jax.shard_map`.
     """
 
-    mesh: Mesh
+    mesh: Mesh | None = None
     pages: tuple[tuple[str, int], ...] = ()
     row_parts: int = 1
 
     def __post_init__(self):
-        if not isinstance(self.mesh, Mesh) or self.mesh.axis_names != (CONTEXT, TENSOR):
+        if self.mesh is not None and (not isinstance(self.mesh, Mesh) or self.mesh.axis_names != (CONTEXT, TENSOR)):
             raise ValueError(f"mesh must be one of kvjax.mesh(tensor=..., context=...), got {shown(self.mesh, 100)}")
 
     @property
     def tensor(self) -> int:
         """Devices along the tensor axis."""
-        return self.mesh.shape[TENSOR]
+        return 1 if self.mesh is None else self.mesh.shape[TENSOR]
 
     @property
     def context(self) -> int:
         """Devices along the context axis."""
-        return self.mesh.shape[CONTEXT]
+        return 1 if self.mesh is None else self.mesh.shape[CONTEXT]
 
-    def placed(self, *axes: str | None) -> NamedSharding:
-        """The sharding of an array with these logical axes; without any, a copy on every device."""
-        return NamedSharding(self.mesh, spec_of(axes))
+    def placed(self, *axes: str | None) -> NamedSharding | None:
+        """The sharding of an array with these logical axes; without any, a copy on every device. None for one
+        device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec_of(axes))
+
+    def constrained(self, x: Array, *axes: str | None) -> Array:
+        """An array that lies so, in a program that is not split by `run`."""
+        return x if self.mesh is None else jax.lax.with_sharding_constraint(x, self.placed(*axes))
 
     @property
     def chunk_spec(self) -> PartitionSpec:
@@ -263,6 +270,9 @@ class Shards:
 
 WHOLE_COPY = PartitionSpec()
 """The same on every device."""
+
+ONE_DEVICE = Shards()
+"""Where there is no mesh."""
 
 
 def check_mesh(mesh: Mesh | None, stores: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.axes import Shards, cut, cut_of, even
+from kvjax.axes import ONE_DEVICE, Shards, cut, cut_of, even
 from kvjax.engine.recurrent import whole
 from kvjax.model.config import ModelConfig
 from kvjax.model.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
@@ -63,7 +63,7 @@ class TransformerDecoder:
     jit as a static argument."""
 
     config: ModelConfig
-    shards: Shards | None = None
+    shards: Shards = ONE_DEVICE
 
     def on_shards(self, shards: Shards) -> TransformerDecoder:
         """The functions of one device of a mesh, for programs inside `jax.shard_map`."""
@@ -85,7 +85,7 @@ class TransformerDecoder:
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """The input of the first layer. tokens: ids in [0, V); any other id, also -1, gives NaN, so pad with a real
         id."""
-        if self.shards is None:
+        if self.shards.tensor == 1:
             rows = take_rows(params["embed"], tokens, fill=jnp.nan, dtype=self.config.compute_dtype)
         else:
             rows = self.shards.rows_of(params["embed"], tokens, self.config.vocab_size, self.config.compute_dtype)
@@ -150,7 +150,7 @@ class TransformerDecoder:
         post_norm: Float[Array, "E"] | None,
     ) -> Float[Array, "B T E"]:
         """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised."""
-        if self.shards is not None:
+        if self.shards.tensor > 1:
             return self._add_parts(x, inner, matrix, biases, post_norm)
         if post_norm is None and self.config.residual_scale is None:
             return project(inner, matrix, residual=x, **biases)[0]
@@ -214,7 +214,7 @@ class TransformerDecoder:
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float32[Array, "... V"]:
         """Next-token logits, float32 whatever the weights' dtype. Tied models read the embedding."""
         found = project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
-        found = found if self.shards is None else self.shards.joined(found)[..., : self.config.vocab_size]
+        found = self.shards.joined(found)[..., : self.config.vocab_size]
         found = found if self.config.logit_scale is None else found * jnp.float32(self.config.logit_scale)
         cap = self.config.logits_softcap
         return found if cap is None else scaled(found, SoftCap(1.0, cap))

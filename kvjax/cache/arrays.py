@@ -201,16 +201,16 @@ def _layer_specs(layer: LayerCache) -> LayerCache:
     return specs
 
 
-def made_on(shards: Shards | None, make: Callable[[], Layers]) -> Layers:
+def made_on(shards: Shards, make: Callable[[], Layers]) -> Layers:
     """The layers of a pool that `make` makes, each part on its device from the start."""
-    if shards is None:
+    if shards.mesh is None:
         return make()
     return jax.jit(make, out_shardings=_shardings(shards, jax.eval_shape(make)))()
 
 
-def kept_cut(shards: Shards | None, layers: Layers) -> Layers:
+def kept_cut(shards: Shards, layers: Layers) -> Layers:
     """Layers of a pool, cut as they were, out of a program that is not split by `Shards.run`."""
-    return layers if shards is None else jax.lax.with_sharding_constraint(layers, _shardings(shards, layers))
+    return layers if shards.mesh is None else jax.lax.with_sharding_constraint(layers, _shardings(shards, layers))
 
 
 def _shardings(shards: Shards, layers: Layers) -> Layers:

@@ -9,7 +9,7 @@ import flax.struct
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import LayerCache
 from kvjax.cache.host_pool.hot_buffer import HotBuffers
 from kvjax.cache.spec import CacheSpec
@@ -33,12 +33,12 @@ class Cache:
     spec: CacheSpec = flax.struct.field(pytree_node=False)
     residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
     hot: HotBuffers | None = None
-    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    shards: Shards = flax.struct.field(pytree_node=False, default=ONE_DEVICE)
 
     def table_of(self, layer: int) -> Int[Array, "B M"]:
         """The page table of a layer's group. On a mesh it names rows of this device's part of the pool."""
         group = self.spec.layers[layer].group
-        return self.page_tables[group] if self.shards is None else self.shards.own_table(group, self.page_tables[group])
+        return self.shards.own_table(group, self.page_tables[group])
 
 
 @flax.struct.dataclass

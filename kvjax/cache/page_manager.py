@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.allocator import PageAllocator
 from kvjax.cache.arrays import LayerCache, made_on
 from kvjax.cache.host_pool import FrameCounts
@@ -92,7 +92,7 @@ class PageManager:
 
                 counts = frame_counts(totals[group.name], host, pages_for(chunk, group), hot=hot)
                 totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts, pages_for(chunk, group))
-        self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)
+        self.shards = ONE_DEVICE if mesh is None else _shards(mesh, spec, totals, chunk)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
             pages = self.allocators[name]
@@ -295,7 +295,7 @@ class PageManager:
         return {name: sequence.pages[name][place] for name, place in places.items()}
 
     def _allocator(self, name: str, total: int) -> PageAllocator:
-        sharded = self.shards is not None and name in dict(self.shards.pages)
+        sharded = name in dict(self.shards.pages)
         return PageAllocator(total, self.shards.context if sharded else 1)
 
     def first_of(self, name: str, sequence: Holder) -> int | None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.cache import Cache, Residency, check_missing
 from kvjax.cache.host_pool.async_copies import AsyncCopies
@@ -84,12 +84,12 @@ class Pool:
     host memory. beside: where to put what steps read beside the pages; None: wherever JAX puts it.
     """
 
-    def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
+    def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards = ONE_DEVICE):
         self.frames, self.spec, self.shards = dict(frames or {}), spec, shards
         # With several processes device_put would compare the arrays of all of them: they are left to each program's
         # call.
         beside = place_beside(layers)
-        self.beside = beside if self.frames or (shards is not None and beside.is_fully_addressable) else None
+        self.beside = beside if self.frames or (shards.mesh is not None and beside.is_fully_addressable) else None
         self._layers = self.put(layers) if self.frames else layers
         if self.frames:
             from kvjax.cache.host_pool.mapped_memory import free_with

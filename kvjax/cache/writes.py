@@ -6,12 +6,12 @@ All functions are pure; under jit with a donated cache the updates are in place.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache, PagedKV, kept_cut
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.compilation import program
@@ -21,9 +21,6 @@ from pallas_kernels.core import dispatch
 from pallas_kernels.core.pages import CODES, physical
 from pallas_kernels.selection.indexer_scores import quantize_keys
 from pallas_kernels.selection.page_index import page_index
-
-if TYPE_CHECKING:
-    from kvjax.axes import Shards
 
 
 def append(
@@ -112,7 +109,7 @@ def copy_page(
     targets: Places,
     source_frames: Places | None = None,
     target_frames: Places | None = None,
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
     rows: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
 ) -> tuple[LayerCache | None, ...]:
     """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included.

@@ -80,7 +80,7 @@ def decode_steps(
     packed = jnp.zeros((static.steps, size, packed_width(ranks)), jnp.int32)
     pool = {name: getattr(cache, name) for name in ("layers", "hot", "lengths")}
     carry = pool, states, sampled, ends, packed, _no_reads(cache)
-    with contextlib.nullcontext(step) if cache.shards is None else before_loop(step, 0, carry) as turn:
+    with contextlib.nullcontext(step) if cache.shards.mesh is None else before_loop(step, 0, carry) as turn:
         pool, states, sampled, ends, packed, reads = jax.lax.fori_loop(0, static.steps, turn, carry)
     return sampled, packed, ends, cache.replace(**pool), states, reads
 

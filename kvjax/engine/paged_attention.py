@@ -59,7 +59,7 @@ def write(
         return append(layers[number], given.k, given.v, *place, kinds, frames), None
     rows = cache.page_tables[OPEN][:, 0]
     if chunk is None:
-        sharded = cache.shards is not None and cache.shards.context > 1
+        sharded = cache.shards.context > 1
         return append_packed(layers[number], given.k, given.v, *place, rows, kinds, frames, sharded=sharded)
     return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds, frames)
 
@@ -94,7 +94,7 @@ def attend_chunk(
         return flash_attention(query, *pages, fresh=ctx.fresh, window=(0, given.window), sm_scale=ctx.sm_scale)[0], known
 
     shards = ctx.shards
-    if shards is None or shards.row_parts == 1:
+    if shards.row_parts == 1:
         return attend(given.q, ctx)
     tile = 1 if given.window is not None else None if learning is not None else query_tile_of(policy)
     if in_parts(given.q.shape[1], tile):

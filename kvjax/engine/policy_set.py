@@ -77,7 +77,7 @@ class PolicySet:
     ):
         self.cache_format = parse_cache_format(cache_format, model.config.compute_dtype)
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
-        self._shards = None if mesh is None else Shards(mesh)
+        self._shards = Shards(mesh)
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
         self._told: set[tuple[PrefillPolicy, bool]] = set()
         self.frames: FrameCounts | None = None
@@ -89,7 +89,7 @@ class PolicySet:
         self.policies = tuple(dict.fromkeys((self.policy, *bound)))
         declared = zip((policy, *others), (self.policy, *bound), strict=True)
         self.named = {name.strip(): each for name, each in declared if isinstance(name, str)}
-        sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
+        sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": self._shards.tensor}
         sizes |= {"packed": self.cache_format is not None}
         self.states = PolicyStates(self.policies, model.config, **sizes)
         self.prefill = own_policies(model.config)[1] if prefill is None else parse_prefill(prefill)
@@ -106,7 +106,7 @@ class PolicySet:
         # All that `find` checks was checked above. One that chooses is bound when it is named.
         self._found: dict[str | DecodePolicy | None, DecodePolicy] = {None: self.policy}
         self._found |= {each: each for each in self.policies if not isinstance(each, ChoosesDecode)}
-        if self._shards is not None and (said := self.uneven_work(self._shards.context)):
+        if said := self.uneven_work(self._shards.context):
             logger.warning("%s", said)
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
@@ -190,7 +190,7 @@ class PolicySet:
     def _bound_to(self) -> dict[str, Any]:
         """What policies that choose are bound to, besides the model."""
         sizes = {"page_size": self.page_size, "dtype": self.model.config.compute_dtype}
-        return sizes if self._shards is None else sizes | {"tensor": self._shards.tensor, "context": self._shards.context}
+        return sizes | {"tensor": self._shards.tensor, "context": self._shards.context}
 
     def _check_format(self, policy: DecodePolicy | PrefillPolicy) -> None:
         """NotImplementedError for a policy that cannot read packed pages yet, where the engine has some."""
@@ -205,9 +205,7 @@ class PolicySet:
     def _check_mesh(self, policy: DecodePolicy | PrefillPolicy) -> None:
         """ValueError for a policy that cannot run over the devices of the engine's mesh."""
         shards = self._shards
-        if shards is None:
-            return
-        if is_watched(policy) and jax.process_count() > 1:
+        if is_watched(policy) and shards.mesh is not None and jax.process_count() > 1:
             raise ValueError(f"policy {policy} is watched by one process, which reads the figures of all heads: leave out --max-missed")
         if shards.context == 1 or not isinstance(policy, DecodePolicy) or isinstance(policy, ChoosesDecode):
             return  # one that chooses has been bound to the mesh

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache import WHOLE, CacheSpec, IndexSpec
 from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.host_pool.prefill_prefetch import Copies, Sizes, Staged, Window, WindowRows, copy_window, sizes_alone, stage, stage_with
@@ -59,21 +60,20 @@ class Slice:
     owners: tuple[int, ...]
 
 
-def cut_layers(decoder: Decoder, spec: CacheSpec, tensor: int | None = None) -> tuple[Slice, ...]:
-    """The slices of a model. All have the same length, except the last, which may be shorter. tensor: over how many
-    devices of a mesh heads are split; None: no mesh."""
-    counts = {size: len({(each.decoder, each.spec) for each in _cut(decoder, spec, size, tensor)}) for size in SLICES}
-    return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]), tensor)
+def cut_layers(decoder: Decoder, spec: CacheSpec, shards: Shards = ONE_DEVICE) -> tuple[Slice, ...]:
+    """The slices of a model. All have the same length, except the last, which may be shorter."""
+    counts = {size: len({(each.decoder, each.spec) for each in _cut(decoder, spec, size, shards)}) for size in SLICES}
+    return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]), shards)
 
 
-def _cut(decoder: Decoder, spec: CacheSpec, size: int, tensor: int | None) -> tuple[Slice, ...]:
+def _cut(decoder: Decoder, spec: CacheSpec, size: int, shards: Shards) -> tuple[Slice, ...]:
     found, known, config = [], {}, decoder.config
     page_size = min(group.page_size for group in spec.groups)
     for first in range(0, len(spec.layers), size):
         last = min(first + size, len(spec.layers))
         own, formats = decoder.of_layers(first, last), spec.formats[first:last]
         layers = own.config.cache_spec(page_size).with_formats(formats)
-        layers = layers if tensor is None else layers.on_mesh(tensor)
+        layers = layers if shards.mesh is None else layers.on_mesh(shards.tensor)
         own, layers = known.setdefault((own, formats), (own, layers))  # identical objects compare equal at once
         place = sum(number < first for number in spec.paged)
         found.append(Slice(first, last, own, layers, place, place + len(layers.paged), config.owners_before(first, last)))
@@ -134,9 +134,9 @@ class Prefiller:
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self.on_written: Callable[[ChunkRun], None] | None = None
         self._behind: Array | None = None  # hidden states of the chunk before, while a prompt has more of them
-        self._warned, self.brings = False, pool.shards is not None and pool.shards.context > 1
+        self._warned, self.brings = False, pool.shards.context > 1
         self._pool, self._page_manager, self._states = pool, groups, states
-        self.slices = cut_layers(model.decoder, groups.spec, None if pool.shards is None else pool.shards.tensor)
+        self.slices = cut_layers(model.decoder, groups.spec, pool.shards)
 
     def begin(
         self, sequence: CachedSequence, tokens: Sequence[int], policy: PrefillPolicy, *, all_logits: bool = False, always: bool = False

@@ -61,7 +61,7 @@ class Reuse:
         self._pool, self._page_manager, self._prefiller = pool, groups, weakref.proxy(prefiller)
         self._samples: dict[str | None, str] = {}
         # The device of the pool, or the first one of its mesh that this process has: blocks go to stores by way of it.
-        devices = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.local_devices
+        devices = first_array(pool.layers).devices() if pool.shards.mesh is None else pool.shards.mesh.local_devices
         self._device: jax.Device = next(iter(devices))
         in_memory = HostStore(host.store_bytes, self._device, host.stored) if host.stored else None
         self._disk: DiskStore | None = None
@@ -69,7 +69,7 @@ class Reuse:
             sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
             self._disk = DiskStore(stores.disk, whole_number("disk_bytes", stores.disk_bytes, 1, 2**63), sizes)
         # Another mesh adds in another order. And its blocks hold heads in another order.
-        self._mesh = None if pool.shards is None or pool.shards.mesh.size == 1 else dict(pool.shards.mesh.shape)
+        self._mesh = None if pool.shards.tensor * pool.shards.context == 1 else dict(pool.shards.mesh.shape)
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
         hash_block = declared.page_size if alone or not exact else declared.prefill_chunk

@@ -82,20 +82,18 @@ class SequenceCopies:
                     "suspend the sequence instead, or save it before the policy decodes it"
                 )
             header = header | {"keeps": {"policy": name_of(keeping.policy), "reach": list(keeping.reach)}}
-        stored, shards = (
-            read_stored(self._pool, self.spec, self._page_manager.ids(sequence, self._page_manager.held(sequence))),
-            self._pool.shards,
-        )
-        if shards is not None:
+        shards, held = self._pool.shards, self._page_manager.held(sequence)
+        stored = read_stored(self._pool, self.spec, self._page_manager.ids(sequence, held))
+        if shards.mesh is not None:
             stored = from_mesh(self._one_device, shards.tensor, stored)
         write = functools.partial(write_sequence, path, header, sequence.tokens, stored, self._guard.interrupt_point)
-        in_first_process(None if shards is None else shards.mesh, write)
+        in_first_process(shards.mesh, write)
 
     def restore(self, path: str | Path) -> CachedSequence:
         """A sequence from a file. ValueError if it does not fit this engine, or is damaged; OutOfPages."""
         sizes = {"spec": self._one_device, "vocab_size": self.model.config.vocab_size}
         tokens, stored, keeps = read_sequence(path, self.header, interrupt_point=self._guard.interrupt_point, **sizes)
-        if self._pool.shards is not None:
+        if self._pool.shards.mesh is not None:
             stored = to_mesh(self._one_device, self._pool.shards.tensor, stored)
         sequence, reach = self._page_eviction.new_sequence(), None
         if keeps is not None:

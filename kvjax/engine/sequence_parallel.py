@@ -21,9 +21,9 @@ from kvjax.model.protocols import Latents, LayerInput, Recurrence
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 
 
-def own_rows(shards: Shards | None, x: Array) -> Array:
+def own_rows(shards: Shards, x: Array) -> Array:
     """This device's rows `[B, T/n, ...]` of a chunk's `[B, T, ...]`: those from the front, then those from the back."""
-    if shards is None or shards.row_parts == 1:
+    if shards.row_parts == 1:
         return x
     size = x.shape[1] // (2 * shards.context)
     mine = shards.number(CONTEXT)
@@ -31,9 +31,9 @@ def own_rows(shards: Shards | None, x: Array) -> Array:
     return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, place, size, axis=1) for place in places], axis=1)
 
 
-def whole_rows(shards: Shards | None, x: Array) -> Array:
+def whole_rows(shards: Shards, x: Array) -> Array:
     """The reverse of `own_rows`, on every device."""
-    if shards is None or shards.row_parts == 1:
+    if shards.row_parts == 1:
         return x
     every = jax.lax.all_gather(x, CONTEXT)
     every = every.reshape(shards.context, x.shape[0], 2, x.shape[1] // 2, *x.shape[2:])
@@ -41,10 +41,10 @@ def whole_rows(shards: Shards | None, x: Array) -> Array:
     return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], shards.context * x.shape[1], *x.shape[2:])
 
 
-def with_whole_keys(shards: Shards | None, given: LayerInput) -> LayerInput:
+def with_whole_keys(shards: Shards, given: LayerInput) -> LayerInput:
     """What a layer mixes, with all of the chunk that queries of other devices read: keys and values, or latents.
     Queries stay those of this device's rows. Of a recurrence everything, because each token needs the one before it."""
-    if shards is None or shards.row_parts == 1:
+    if shards.row_parts == 1:
         return given
     if isinstance(given, Recurrence):
         return given.replace(**{name: whole_rows(shards, getattr(given, name)) for name in ("x", "g", "beta")})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from kvjax.axes import WHOLE_COPY, Shards, spec_of
+from kvjax.axes import ONE_DEVICE, WHOLE_COPY, Shards, spec_of
 from kvjax.cache.arrays import layer_specs
 from kvjax.cache.cache import Cache
 from kvjax.model.placement import is_cut
@@ -33,7 +33,7 @@ def on_mesh(static: Any, step: Callable, inputs: Any, *, specs: Mapping[str, Any
         own = type(inputs)(*given)
         own = own._replace(cache=own.cache.replace(spec=whole.on_device(shards.tensor), shards=shards))
         found = step(static._replace(decoder=static.decoder.on_shards(shards)), own)
-        return tuple(each.replace(spec=whole, shards=None) if isinstance(each, Cache) else each for each in found)
+        return tuple(each.replace(spec=whole, shards=ONE_DEVICE) if isinstance(each, Cache) else each for each in found)
 
     places = cache_specs(inputs.cache)
     of_params = param_specs(static.decoder, inputs.params, shards.tensor)
@@ -47,7 +47,7 @@ def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
 
 
 def on_mesh_alone(
-    shards: Shards | None,
+    shards: Shards,
     step: Callable,
     decoder: Decoder,
     params: Any,
@@ -57,7 +57,7 @@ def on_mesh_alone(
 ) -> Any:
     """`step(decoder, params, *arrays)`, which reads no cache. specs: of the arrays; None: the same on all devices.
     result: the spec of its result."""
-    if shards is None:
+    if shards.mesh is None:
         return step(decoder, params, *arrays)
     own, given = decoder.on_shards(shards), [WHOLE_COPY] * len(arrays) if specs is None else specs
     of_params = param_specs(decoder, params, shards.tensor)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.axes import WHOLE_COPY, Shards
+from kvjax.axes import ONE_DEVICE, WHOLE_COPY, Shards
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.arrays import layer_specs
 from kvjax.cache.host_pool.hot_buffer import count as count_fetched
@@ -52,14 +52,14 @@ class StepStatic(NamedTuple):
     """What a program of a step is compiled for. Hashable.
 
     decoder: a model's, or that of a slice of its layers (`of_layers`). policy: by which its queries attend. indexes:
-    those that sealing builds. shards: of the mesh over which params and cache are split; None: one device. steps: how
+    those that sealing builds. shards: of the mesh over which params and cache are split. steps: how
     many `decode_steps` runs.
     """
 
     decoder: Decoder
     policy: DecodePolicy | PrefillPolicy
     indexes: tuple[IndexSpec, ...]
-    shards: Shards | None = None
+    shards: Shards = ONE_DEVICE
     steps: int = 1
 
 
@@ -130,7 +130,7 @@ class StepProgram:
     ):
         def run(static: StepStatic, *arrays: Any):
             given = inputs(*arrays)
-            if static.shards is None:
+            if static.shards.mesh is None:
                 return step(static, given)
             return on_mesh(static, step, given, specs=specs(static, given), results=results(static, given))
 
@@ -185,15 +185,14 @@ def prefill_layers(
     decoder, policy, indexes, _, _ = static
     params, cache, x, starts, fresh, place, owners, learning, copies, ahead = inputs
     shards = cache.shards
-    rows = 1 if shards is None else shards.row_parts
-    positions = starts[:, None] + jnp.arange(rows * x.shape[1], dtype=jnp.int32)
+    positions = starts[:, None] + jnp.arange(shards.row_parts * x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
     tables, missing = frame_tables(cache), None
     first = fresh if learning is None else jnp.minimum(fresh, learning.first)
     if tables:
         missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
-    sharded = shards is not None and shards.context > 1
+    sharded = shards.context > 1
 
     copied_layers = [] if copies is None else [each for each in cache.spec.paged if cache.spec.layers[each].group in copies.staged]
 
@@ -276,13 +275,13 @@ prefill_slice = StepProgram(prefill_layers, ChunkInputs, ("cache", "x", "ahead")
 
 
 @functools.partial(program, static_argnames=("decoder", "shards"))
-def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], shards: Shards | None = None) -> Float[Array, "B T E"]:
+def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], shards: Shards = ONE_DEVICE) -> Float[Array, "B T E"]:
     """The input of the first layer. On a mesh, rows are sharded (`Shards.chunk_spec`)."""
 
     def embed(decoder: Decoder, params: Params, tokens: Array) -> Array:
         return decoder.embed(params, own_rows(shards, tokens))
 
-    return on_mesh_alone(shards, embed, decoder, params, tokens, result=WHOLE_COPY if shards is None else shards.chunk_spec)
+    return on_mesh_alone(shards, embed, decoder, params, tokens, result=shards.chunk_spec)
 
 
 def chunk_logits(
@@ -299,14 +298,14 @@ def chunk_logits(
 
 @functools.partial(program, static_argnames=("decoder", "all_logits", "shards"))
 def row_logits(
-    decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool, shards: Shards | None = None
+    decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool, shards: Shards = ONE_DEVICE
 ) -> Float[Array, "*T V"]:
     """`chunk_logits` of a single row. On a mesh, the rows of x are sharded (`Shards.chunk_spec`)."""
 
     def find(decoder: Decoder, params: Params, x: Array, *places: Array) -> Array:
         return chunk_logits(decoder, params, whole_rows(shards, x), *places, all_logits=all_logits)
 
-    specs = None if shards is None else (shards.chunk_spec, WHOLE_COPY, WHOLE_COPY)
+    specs = shards.chunk_spec, WHOLE_COPY, WHOLE_COPY
     return on_mesh_alone(shards, find, decoder, params, x, starts, lengths, specs=specs)[0]
 
 
@@ -333,7 +332,7 @@ def decode(
     if isinstance(policy, KeepsByMass):
         states = policy.settle(states, cache.lengths, spec.group_of(spec.paged[0]).page_size)
     now = None if cache.hot is None else cache.hot.now + 1
-    sharded = () if cache.shards is None or cache.shards.context == 1 else dict(cache.shards.pages)
+    sharded = () if cache.shards.context == 1 else dict(cache.shards.pages)
     firsts = {name: cache.shards.first_of(name, table) for name, table in cache.page_tables.items() if name in sharded}
 
     def mix(layer: int, heads: LayerInput, carry):
@@ -451,7 +450,7 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 
 
 def _count_reads(
-    listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards | None = None
+    listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards = ONE_DEVICE
 ) -> AttentionStats:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them
     attends.
@@ -461,7 +460,7 @@ def _count_reads(
     count, each once.
     """
     reads = AttentionStats(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
-    devices = 1 if shards is None else shards.tensor
+    devices = shards.tensor
     for group in spec.groups:
         own = [layer for layer, blocks in zip(spec.paged, listed, strict=True) if blocks is None and spec.layers[layer].group == group.name]
         dense = sum(spec.layers[layer].kv_heads * devices // spec.layers[layer].copies for layer in own)
@@ -475,7 +474,7 @@ def _count_reads(
         counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
         sums[copies] = jax.tree.map(jnp.add, sums[copies], counted) if copies in sums else counted
     for copies, counted in sums.items():
-        counted = counted if shards is None else AttentionStats(*shards.over_heads(copies, counted.blocks, counted.keys))
+        counted = AttentionStats(*shards.over_heads(copies, counted.blocks, counted.keys))
         reads = jax.tree.map(jnp.add, reads, counted)
     return reads
 

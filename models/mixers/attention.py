@@ -22,8 +22,7 @@ def attend_heads(
     q, k, v, gate = _heads(config, params, x, tokens)
     out, state = mix(Heads(q, k, v, config.scale, config.window, config.share_with, config.rope), state)
     out = out.astype(x.dtype) if gate is None else out.astype(x.dtype) * jax.nn.sigmoid(gate)
-    out = out if tokens.shards is None else tokens.shards.own_heads(out, config.copies)
-    return out.reshape(*x.shape[:2], -1), state
+    return tokens.shards.own_heads(out, config.copies).reshape(*x.shape[:2], -1), state
 
 
 def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tokens: Tokens):
@@ -60,7 +59,7 @@ def _joint_norm(
 ) -> Float[Array, "B T N D"]:
     """An RMSNorm over all heads together. On a mesh each device has some of them, and the mean is over those of all."""
     rows = heads.reshape(*heads.shape[:2], -1)
-    if tokens.shards is None or tokens.shards.tensor == 1:
+    if tokens.shards.tensor == 1:
         return rms_norm(rows, weight, tokens.norm_eps, tokens.norm_offset).reshape(heads.shape)
     wide = rows.astype(jnp.float32)
     (total,) = tokens.shards.over_heads(config.copies, jnp.sum(wide * wide, axis=-1, keepdims=True))

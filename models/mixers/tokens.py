@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.model import rope
 from kvjax.model.layers import Rope
 from kvjax.model.protocols import LayerInput
@@ -30,7 +30,7 @@ class Tokens:
     norm_eps: float
     norm_offset: float = 0.0
     centered_norms: bool = False
-    shards: Shards | None = None
+    shards: Shards = ONE_DEVICE
     _rotations: dict[Rope, Rotation] = dataclasses.field(default_factory=dict)
 
     def norm(self, x: Float[Array, "*rows E"], weight: Float[Array, "*heads E"]) -> Float[Array, "*rows E"]:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.axes import CONTEXT, TENSOR, Shards, mesh, spec_of
+from kvjax.axes import CONTEXT, ONE_DEVICE, TENSOR, Shards, mesh, spec_of
 from kvjax.cache import MAX_STEP_TOKENS, OPEN, Cache, CacheSpec, IndexSpec, PagedKV, pages_of_step
 from kvjax.cache.arrays import OpenRows, layer_specs
 from kvjax.cache.formats import CacheFormat
@@ -185,10 +185,10 @@ class Plan:
         """Devices of the mesh."""
         return self.tensor * self.context
 
-    def shards(self, length: int) -> Shards | None:
-        """The mesh, with the pages that each of its devices has for sequences of a length; None for one device."""
+    def shards(self, length: int) -> Shards:
+        """The mesh, with the pages that each of its devices has for sequences of a length."""
         if self.devices == 1:
-            return None
+            return ONE_DEVICE
         groups = self.config.cache_spec(PAGE_SIZE).groups if self.context > 1 else ()
         count = self.pool(length)
         return Shards(mesh(tensor=self.tensor, context=self.context), tuple((group.name, count) for group in groups))
@@ -322,7 +322,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
 
     def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
         of_open = keys
-        if shards is not None:  # copies of a head are the same, and so are open pages on all devices along context
+        if shards.mesh is not None:  # copies of a head are the same, and so are open pages on all devices along context
             head = shards.number(TENSOR) // kept.copies
             of_open = [jax.random.fold_in(key, head) for key in keys]
             keys = [jax.random.fold_in(key, head * plan.context + shards.number(CONTEXT)) for key in keys]
@@ -338,7 +338,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
     @functools.cache  # layers that are alike are one program
     def maker(kept: PagedSpec, indexes: tuple[IndexSpec, ...]) -> Callable[..., PagedKV]:
         own = functools.partial(make, kept, indexes)
-        if shards is None:
+        if shards.mesh is None:
             return own
         specs = layer_specs((jax.eval_shape(lambda: kept.empty(each, PAGE_SIZE, indexes, rows=plan.batch)),))
         return jax.jit(lambda *keys: shards.run(own, keys, (spec_of(()),) * 2, *specs))
@@ -370,7 +370,7 @@ class _Runner:
     profile: Timing | None = None
     timeline: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     reads: AttentionStats | None = None
-    shards: Shards | None = None
+    shards: Shards = ONE_DEVICE
     steps_per_launch: int = 1
     ends: Ends | None = None
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.axes import WHOLE_COPY, Shards, mesh
+from kvjax.axes import ONE_DEVICE, WHOLE_COPY, Shards, mesh
 from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
 from kvjax.cache.arrays import made_on
 from kvjax.cache.formats import CacheFormat
@@ -110,11 +110,11 @@ class PrefillPlan:
         """Devices of the mesh."""
         return self.tensor * self.context
 
-    def shards(self, length: int) -> Shards | None:
-        """The mesh, with the pages that each of its devices has, and the rows of a chunk sharded, as an engine does it;
-        None for one device."""
+    def shards(self, length: int) -> Shards:
+        """The mesh, with the pages that each of its devices has, and the rows of a chunk sharded, as an engine does
+        it."""
         if self.devices == 1:
-            return None
+            return ONE_DEVICE
         dealt = [group.name for group in self.spec.groups if group.page_size != WHOLE] if self.context > 1 else []
         counts = self.pages(length)
         rows = 1 if self.chunk % (2 * self.context) else self.context
@@ -155,10 +155,10 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     """An empty cache for one sequence of `length` tokens, with pages in random order and the policy's indexes."""
     shards, counts, pages = plan.shards(length), plan.pages(length), pages_of(length)
-    spec = plan.spec if shards is None else plan.spec.on_mesh(plan.tensor)
+    spec = plan.spec if shards.mesh is None else plan.spec.on_mesh(plan.tensor)
     table = np.full((1, table_width(pages)), -1, np.int32)
     table[:, :pages] = sharded(1, plan.context, pages, max(counts.values()), np.random.default_rng(length))
-    dealt = () if shards is None else dict(shards.pages)
+    dealt = dict(shards.pages)
     totals = {name: count * (plan.context if name in dealt else 1) for name, count in counts.items()}
     make = functools.partial(spec.empty, totals, indexes_of(policy))
     layers = made_on(shards, make)
@@ -273,10 +273,10 @@ def _tables(plan: PrefillPlan, cache: Cache, length: int) -> dict[int, dict[str,
     return {width: {name: table if name == OPEN else table[:, :width] for name, table in tables.items()} for width in widths}
 
 
-def with_tables(cache: Cache, tables: dict[str, np.ndarray], shards: Shards | None) -> Cache:
+def with_tables(cache: Cache, tables: dict[str, np.ndarray], shards: Shards) -> Cache:
     """The cache with other page tables, where pages are sharded; elsewhere a prompt has one, which stays on the
     device."""
-    return cache if shards is None or shards.context == 1 else cache.replace(page_tables=placed(shards, tables))
+    return cache if shards.context == 1 else cache.replace(page_tables=placed(shards, tables))
 
 
 def split(kernels: Sequence[Kernel]) -> dict[str, float]:

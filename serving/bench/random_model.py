@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
-from kvjax.axes import Cut, Shards, spec_of
+from kvjax.axes import ONE_DEVICE, Cut, Shards, spec_of
 from kvjax.cache import IndexSpec, PagedKV
 from kvjax.cache.arrays import OpenRows
 from kvjax.cache.index_spec import over_packed
@@ -28,13 +28,13 @@ from pallas_kernels.core.pages import Pages
 from pallas_kernels.selection.page_index import page_index
 
 
-def random_params(config: ModelConfig, shards: Shards | None = None, weights: str | None = None) -> Params:
+def random_params(config: ModelConfig, shards: Shards = ONE_DEVICE, weights: str | None = None) -> Params:
     """Random weights, as at the start of training, made on the device, or each part on its device. Biases are zero.
 
     weights: how they are packed, as in `kvjax.load`. One device then holds them unpacked for a while, too; devices of a
     mesh one layer.
     """
-    if shards is None:
+    if shards.mesh is None:
         made = init_params(config, jax.random.key(0))
         return jax.block_until_ready(made if weights is None else pack_params(made, weights))
     own = dataclasses.replace(config.on_shards(shards.tensor), vocab_size=-(-config.vocab_size // shards.tensor))
@@ -103,6 +103,6 @@ def sharded(batch: int, context: int, pages: int, each: int, draw: np.random.Gen
     return ids.reshape(batch, pages)
 
 
-def placed(shards: Shards | None, tree: Any) -> Any:
+def placed(shards: Shards, tree: Any) -> Any:
     """Arrays on every device of the mesh."""
-    return tree if shards is None else jax.device_put(tree, shards.placed())
+    return tree if shards.mesh is None else jax.device_put(tree, shards.placed())

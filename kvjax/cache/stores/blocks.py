@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt8
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import LatentPages, LayerCache, OpenRows, SlotLayer, kept_cut
 from kvjax.cache.index_spec import IndexSpec, kept_in
 from kvjax.cache.pool import Pool, first_array, place_beside
@@ -143,7 +143,7 @@ def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | In
     found: list[Block] = []
     for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
         blocks = _pack(layers, piece, frames, group=group, shards=pool.shards)
-        found += blocks if pool.shards is None else [block.addressable_data(0) for block in blocks]
+        found += blocks if pool.shards.mesh is None else [block.addressable_data(0) for block in blocks]
         pool.launched = found[-1]  # copies beside the programs must not overwrite what this one still reads
     return found[: len(ids)]
 
@@ -232,12 +232,12 @@ def _places(layer: LayerCache, name: str, ids: Int[Array, " n"], frames: Int[Arr
 
 @functools.partial(program, static_argnames=("group", "shards"))
 def _pack(
-    layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"], *, group: str, shards: Shards | None
+    layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"], *, group: str, shards: Shards
 ) -> tuple[Block, ...]:
     """Blocks of pages; on a mesh, the same on every device, so that every process has them."""
     parts = [x[_places(layer, name, ids, frames)] for layer in layers for name, x in sorted(stored_arrays(layer, group).items())]
     rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
-    rows = rows if shards is None else lax.with_sharding_constraint(rows, shards.placed())
+    rows = shards.constrained(rows)
     return tuple(rows[place] for place in range(len(ids)))
 
 
@@ -253,7 +253,7 @@ def _unpack(
     numbers: tuple[int, ...],
     indexes: tuple[IndexSpec, ...],
     shapes: Shapes,
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
 ) -> tuple[LayerCache, ...]:
     """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the
     indexes of the `sealed` ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has.

@@ -11,7 +11,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import LayerCache
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_manager import Reach
@@ -72,7 +72,7 @@ class SelectContext:
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     first_host_frame: int | None = flax.struct.field(pytree_node=False, default=None)
     """The first frame in host memory; None where all lie on the device."""
-    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    shards: Shards = flax.struct.field(pytree_node=False, default=ONE_DEVICE)
     """The mesh, on whose devices heads and pages are split; None: one device."""
     kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
@@ -87,7 +87,7 @@ class SelectContext:
     @property
     def sharded(self) -> bool:
         """Whether other devices have some of the pages. The page table then names those of this device alone."""
-        return self.shards is not None and self.shards.context > 1
+        return self.shards.context > 1
 
     @property
     def frames(self) -> Int[Array, "B M"]:
@@ -133,12 +133,12 @@ class MassContext:
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
     layer: int | Int[Array, ""]
-    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    shards: Shards = flax.struct.field(pytree_node=False, default=ONE_DEVICE)
     kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
 
     def over_heads(self, x: Array) -> Array:
         """The sum over the heads of all devices, from the sum over those of this one."""
-        return x if self.shards is None else self.shards.over_heads(self.kv_replicas, x)[0]
+        return self.shards.over_heads(self.kv_replicas, x)[0]
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache
 from kvjax.policies.decode.base import Blocks, IndexerQuery, SelectContext, State, Stateless, StateSpec
 from kvjax.policies.decode.candidates import ascending, best_candidates
@@ -74,8 +74,7 @@ class TopTokens(Stateless):
                 f"policy {self} carries a state int32 [{batch}, {self.k}], got {given}: start from policy.init, or leave hinted out"
             )
         hint = jnp.repeat(state, num_queries, axis=0) if self.hinted else None
-        shards = ctx.shards if ctx.sharded else None
-        ids = best_tokens(self.k, ctx.indexer, layer, ctx.page_table, ctx.lengths, _seen(ctx, num_queries), hint, shards)
+        ids = best_tokens(self.k, ctx.indexer, layer, ctx.page_table, ctx.lengths, _seen(ctx, num_queries), hint, ctx.shards)
         if self.hinted:  # an inactive row keeps its hint
             state = jnp.where((ctx.lengths > 0)[:, None], ids[:, -1], state)
         return Blocks(ids, 1), state
@@ -112,7 +111,7 @@ def best_tokens(
     ends: Int[Array, "B"],
     seen: Int[Array, "B T"],
     hint: Int[Array, "B*T k"] | None = None,
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
 ) -> Int[Array, "B T k"]:
     """The k tokens that score best for each query, ascending, -1 where there is none. Of equal scores the earlier token
     wins.
@@ -128,7 +127,7 @@ def best_tokens(
     # Tokens without a page score -inf, so `top_k` takes them where it finds no others.
     pages = jnp.take_along_axis(page_table[:, None], jnp.maximum(ids, 0) // layer.pages.page_size, axis=2)
     ids = jnp.where(pages >= 0, ids, -1)
-    if shards is None:
+    if shards.context == 1:
         return ids
     return ascending(best_candidates(*shards.candidates(best.reshape(ids.shape), ids), k))
 

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import flax.struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.axes import Shards
+from kvjax.axes import ONE_DEVICE, Shards
 from kvjax.cache.arrays import PagedKV
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.model.layers import Rope
@@ -37,7 +37,7 @@ class PrefillContext:
     frame_table: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
-    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    shards: Shards = flax.struct.field(pytree_node=False, default=ONE_DEVICE)
     """The mesh, on whose devices heads are split; None: one device. Pages of other devices have been brought here."""
     kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
