@@ -80,7 +80,7 @@ class Pool:
     """The layers' pages. Every step consumes them (they are donated) and returns them.
 
     frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id.
-    shards: of the mesh over which layers are split; None: one device. copied_bytes: what chunks of prefill copied from
+    shards: of the mesh over which layers are split. copied_bytes: what chunks of prefill copied from
     host memory. beside: where to put what steps read beside the pages; None: wherever JAX puts it.
     """
 

@@ -73,7 +73,7 @@ class SelectContext:
     first_host_frame: int | None = flax.struct.field(pytree_node=False, default=None)
     """The first frame in host memory; None where all lie on the device."""
     shards: Shards = flax.struct.field(pytree_node=False, default=ONE_DEVICE)
-    """The mesh, on whose devices heads and pages are split; None: one device."""
+    """The devices over which heads and pages are split."""
     kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
     first_device: Int[Array, "B"] | None = None

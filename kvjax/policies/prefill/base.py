@@ -38,7 +38,7 @@ class PrefillContext:
     """Frames, where they are not the page ids."""
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     shards: Shards = flax.struct.field(pytree_node=False, default=ONE_DEVICE)
-    """The mesh, on whose devices heads are split; None: one device. Pages of other devices have been brought here."""
+    """The devices over which heads are split. Pages of other devices have been brought here."""
     kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
     fresh: Int[Array, "B"] | None = None
