@@ -48,10 +48,10 @@ class DecodeBatch:
         self.live: list[CachedSequence] = []
         self.longest = 0
         self._growth = Growth()  # of `live`
-        self._limits: list[int] = []  # of `live`: up to what growth `_next` has their pages
-        self._nearest = 0  # the smallest limit
-        self._next = {group.name: np.full((size, pages_of_step(group.page_size)), -1, np.int32) for group in spec.groups}
-        self._named: NextPages | None = None  # `_next` on the device
+        self._page_ends: list[int] = []  # of `live`: up to what growth `_next_pages` has their pages
+        self._nearest_end = 0  # the smallest of these
+        self._next_pages = {group.name: np.full((size, pages_of_step(group.page_size)), -1, np.int32) for group in spec.groups}
+        self._device_next_pages: NextPages | None = None  # `_next_pages` on the device
         self._host_tables: dict[str, Int[np.ndarray, "B M"]] = {}
         self._holds = 0, 0  # bounds of the longest row for the current table width: more than, at most
         self._dirty: set[int] = set()
@@ -72,21 +72,21 @@ class DecodeBatch:
         rows = [row for row, each in enumerate(sequences) if each is not None]
         if rows != self.rows:  # first, because it may fail
             self.active = self._put(np.array([each is not None for each in sequences]))
-        known = dict(zip(self.rows, zip(self.live, self._limits, strict=True), strict=True))
+        known = dict(zip(self.rows, zip(self.live, self._page_ends, strict=True), strict=True))
         before, self._growth = self._growth, Growth()
         self.sequences = tuple(sequences)
         self._dirty.update(known.keys() - rows)
-        self.rows, self.live, self._limits = rows, [sequences[row] for row in rows], []
+        self.rows, self.live, self._page_ends = rows, [sequences[row] for row in rows], []
         for row, each in zip(rows, self.live, strict=True):
             last, limit = known.get(row, (None, 0))
             if each is last and each.growth is before:
-                self._limits.append(limit - before.tokens)
+                self._page_ends.append(limit - before.tokens)
             else:
                 self._dirty.add(row)
-                self._limits.append(0)
+                self._page_ends.append(0)
             each.grow_with(self._growth)
-        self.longest, self._nearest, self._named = max(self.lengths, default=0), min(self._limits, default=0), None
-        for following in self._next.values():
+        self.longest, self._nearest_end, self._device_next_pages = max(self.lengths, default=0), min(self._page_ends, default=0), None
+        for following in self._next_pages.values():
             following[list(self._dirty)] = -1
 
     @property
@@ -103,7 +103,7 @@ class DecodeBatch:
     def lacking(self, written: Written) -> tuple[list[CachedSequence], list[int]]:
         """The sequences that lack pages for so many more tokens, and how many these are for each. written: for all
         slots, or slot by slot."""
-        grown = [(self.live[place], of_slot(written, self.rows[place])) for place in self._near_a_limit(_most(written))]
+        grown = [(self.live[place], of_slot(written, self.rows[place])) for place in self._at_page_end(_most(written))]
         lacking = [(each, count) for each, count in grown if each.length + count > self._room(each)]
         return [each for each, _ in lacking], [count for _, count in lacking]
 
@@ -117,12 +117,12 @@ class DecodeBatch:
         """The cache that a step of so many tokens reads and writes, and the pages that `name_pages` adds to its tables.
         Every sequence must have its pages. The step DONATES all of it: call `advance` with its result, or `forget` if
         it fails."""
-        if near := self._near_a_limit(_most(written)):
+        if near := self._at_page_end(_most(written)):
             for place in near:
                 sequence = self.live[place]
-                self._bind_next(pool, sequence)
-                self._limits[place] = self._growth.tokens + self._name_next(self.rows[place], sequence) - sequence.length
-            self._nearest = min(self._limits)
+                self._bind_next_pages(pool, sequence)
+                self._page_ends[place] = self._growth.tokens + self._set_next_pages(self.rows[place], sequence) - sequence.length
+            self._nearest_end = min(self._page_ends)
         longest = self.longest_after(written)
         if self._dirty or not self._holds[0] < longest <= self._holds[1]:
             self._place_rows(longest)
@@ -132,9 +132,9 @@ class DecodeBatch:
             # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share
             # this memory.
             self._tables, self._device_lengths = self._put(({name: table.copy() for name, table in self._host_tables.items()}, lengths))
-        if self._named is None:
-            self._named = self._put({name: ids.copy() for name, ids in self._next.items()})  # as above
-        return pool.cache(self.spec, self._tables, self._device_lengths), self._named
+        if self._device_next_pages is None:
+            self._device_next_pages = self._put({name: ids.copy() for name, ids in self._next_pages.items()})  # as above
+        return pool.cache(self.spec, self._tables, self._device_lengths), self._device_next_pages
 
     def advance(self, cache: Cache, written: Written) -> None:
         """Keep a step's tables, and let the sequences grow. written: tokens by which each filled slot grew."""
@@ -148,41 +148,41 @@ class DecodeBatch:
             return
         for place, (sequence, count) in enumerate(zip(self.live, written[self.rows].tolist(), strict=True)):
             sequence.grow(count)
-            self._limits[place] -= count
-        self.longest, self._nearest = max(self.lengths, default=0), min(self._limits, default=0)
+            self._page_ends[place] -= count
+        self.longest, self._nearest_end = max(self.lengths, default=0), min(self._page_ends, default=0)
 
     def forget(self) -> None:
         """Rebuild the device's arrays for the next step."""
         self._tables = None
 
-    def _near_a_limit(self, num_tokens: int) -> list[int]:
+    def _at_page_end(self, num_tokens: int) -> list[int]:
         """Places in `live` of the rows that so many more tokens would take beyond their limit."""
         grown = self._growth.tokens + num_tokens
-        return [place for place, limit in enumerate(self._limits) if grown > limit] if grown > self._nearest else []
+        return [place for place, limit in enumerate(self._page_ends) if grown > limit] if grown > self._nearest_end else []
 
     def _room(self, sequence: CachedSequence) -> int:
         """Tokens that fit into a sequence's pages."""
         return min([len(sequence.pages[group.name]) * group.page_size for group in self.spec.groups])
 
-    def _bind_next(self, pool: Pool, sequence: CachedSequence) -> None:
+    def _bind_next_pages(self, pool: Pool, sequence: CachedSequence) -> None:
         """Give the page of a sequence's next token, and the pages after it that a step may write to, frames."""
         if pool.frames:
             places = {group.name: sequence.length // group.page_size for group in self.spec.groups}
-            following = {name: sequence.pages[name][first : first + self._next[name].shape[1]] for name, first in places.items()}
+            following = {name: sequence.pages[name][first : first + self._next_pages[name].shape[1]] for name, first in places.items()}
             pool.bind(following, wait=False)
 
-    def _name_next(self, row: int, sequence: CachedSequence) -> int:
-        """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the
-        end of a page."""
+    def _set_next_pages(self, row: int, sequence: CachedSequence) -> int:
+        """Update `_next_pages` of a row from its sequence's pages, which must have been taken. Returns the row's limit:
+        the end of a page."""
         limits = []
         for group in self.spec.groups:
             ids, first = sequence.pages[group.name], sequence.length // group.page_size
-            known = self._next[group.name]
+            known = self._next_pages[group.name]
             count = known.shape[1]
             following = [*ids[first : first + count], *[-1] * count][:count]
             limits.append((first + 1) * group.page_size)
             if known[row].tolist() != following:
-                known[row], self._named = following, None
+                known[row], self._device_next_pages = following, None
             if (table := self._host_tables.get(group.name)) is not None:
                 table[row, first : first + count] = following[: max(0, table.shape[1] - first)]
         return min(limits)
