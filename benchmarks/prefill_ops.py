@@ -10,7 +10,7 @@ select        select_tiles (bounds)
 block-sparse  block_sparse_attention over the lists of the steps above
 delta         the correction, damping included (momo)
 sparse        all steps of a policy in one program, as an engine runs a layer; policies other than momo and bounds have
-only this row
+              only this row
 
 Errors are against float32 attention of a few queries, computed separately. The error of `select` is the largest share
 of attention, by the bound, that a tile's best list has and its own list lacks. Times are device times on a GPU (see

@@ -4,7 +4,7 @@
 on the CPU, so its scalar code, its AVX2 code and its AVX-512 code are all run; the machine needs AVX-512.
 
     configs      JSON: [[head_dim, rope_parameters, whether the sequence is longer than longrope's original length],
-        ...]
+                 ...]
     periods      float32[all pairs]     rope_theta ** (2i / head_dim), the configurations one after the other, scalar code
     frequencies  float32[all pairs]     inverse frequencies, scalar code
     periods_avx2, frequencies_avx2, periods_avx512, frequencies_avx512
