@@ -6,8 +6,8 @@ rows            a distribution of `score_rows`, yarn, or FILE.LAYER of captured 
 hint            none, random, stale-20, -40, -80 (a step old, with that share of the answer), step (a step old, whatever
                 it shares), static
 implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix (`radix_select`, a row over as
-                many CTAs as let all rows run at once), radix-one-cta (the same, one CTA a row), lax.top_k, approx_max_k, torch
-                (torch.topk, sorted=False), torch-sorted
+                many CTAs as let all rows run at once), radix-one-cta (the same, one CTA a row), lax.top_k,
+                approx_max_k, torch (torch.topk, sorted=False), torch-sorted
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ sparse     selected_attention: selection and attention over the list as one op
 pair       the same as two ops, select_blocks and gather_attention
 gather     gather_attention over a list that is already made
 chunk      prefill: the last queries of each row, at most 8,192, by flash_attention (policy "dense"; "dense:256": the
-           last 256 queries), or by block_sparse_attention over random lists ("lists:32": 32 blocks of 128 keys, and a window of 1,024)
+           last 256 queries), or by block_sparse_attention over random lists ("lists:32": 32 blocks of 128 keys, and
+           a window of 1,024)
 select     select_blocks alone
 index      page_index of `tokens` tokens
 append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no
