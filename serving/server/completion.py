@@ -24,10 +24,9 @@ class TextCompletion:
         self.prompt_tokens, self.generated = len(request.ids), 0
         self.finish_reason: str | None = None
         self._ends = frozenset(model.config.eos_token_ids)
-        self.session = runtime.create(request.ids, kept=False)  # which checks the ids
+        self.session, self._generation = runtime.generate_once(request.ids, **request.sampling)  # which checks the ids
         try:
             self._text = TextStream(model.tokenizer, request.stop, request.ids)
-            self._generation = self.session.generate(**request.sampling)
         except BaseException:
             self.close()
             raise

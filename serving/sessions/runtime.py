@@ -207,6 +207,20 @@ class SessionRuntime:
         with _emptied(given):
             return Session(self, self._ask(lambda: self._core.create(given, chosen, kept), timeout, active).id)
 
+    def generate_once(self, tokens: Sequence[int], **sampling: Any) -> tuple[Session, Generation]:
+        """A new session, which is not written to `state`, and the generation of its only answer. Both begin in one
+        call, so the session is never idle before, and cannot end to make room for another. Errors as of `create` and
+        `Session.generate`."""
+        given, (run, future) = self._checked(tokens, least=0), self._run_of("", None, sampling)
+
+        def begin() -> Record:
+            record = self._core.create(given, None, kept=False)
+            run.session_id = record.id
+            self._core.in_turn(record.id, lambda record: None if run.over else self._core.begin(record, run), future)
+            return record
+
+        return Session(self, self._ask(begin, None).id), Generation(run, self._conclude)
+
     def session(self, session_id: str) -> Session:
         """The session of an id. Its methods raise SessionNotFound if there is none. InvalidArgument for anything but
         text."""
@@ -256,11 +270,16 @@ class SessionRuntime:
             return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout, active)
 
     def _generate(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> Generation:
+        run, future = self._run_of(session_id, at, sampling)
+        self._post(lambda: self._core.in_turn(session_id, lambda record: None if run.over else self._core.begin(record, run), future))
+        return Generation(run, self._conclude)
+
+    def _run_of(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> tuple[Run, Future]:
+        """A generation that has not begun, and what says whether it did."""
         run = Run(session_id, checked_sampling(sampling), _checked_length(at))
         run.turn = future = Future()
         future.add_done_callback(lambda done: _tell_failure(run, done))
-        self._post(lambda: self._core.in_turn(session_id, lambda record: None if run.over else self._core.begin(record, run), future))
-        return Generation(run, self._conclude)
+        return run, future
 
     def _conclude(self, run: Run, keep: int, wait: bool) -> int:
         """End a generation, as `SessionCore.conclude`. wait: False where nobody needs the result."""

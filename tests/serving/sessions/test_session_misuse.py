@@ -60,6 +60,24 @@ def test_a_fork_does_not_end_the_session_that_it_comes_from(engine):
             other.info()
 
 
+def test_a_session_for_one_answer_cannot_end_before_it_begins(engine):
+    """Between its creation and its generation it would be idle, and the next session at capacity would end it."""
+    with SessionRuntime(engine, slots=4, capacity=1) as runtime:
+        for length in (5, 6):
+            session, generation = runtime.generate_once([1, 2, 3], max_new_tokens=length, stop_token_ids=())
+            with pytest.raises(ResourceExhausted, match="in the middle of a call"):
+                runtime.create([4])
+            with pytest.raises(ResourceExhausted, match="in the middle of a call"):
+                runtime.generate_once([4], max_new_tokens=1)
+            assert len(list(generation)) == length
+            session.close()
+        with pytest.raises(InvalidArgument, match="max_new_tokens"):
+            runtime.generate_once([4], max_new_tokens=-1)
+        with pytest.raises(InvalidArgument):
+            runtime.generate_once([-1], max_new_tokens=1)
+        assert runtime.gauges()["sessions"] == 0
+
+
 def test_no_session_ends_for_one_that_could_not_be_written(engine, tmp_path, monkeypatch):
     with SessionRuntime(engine, slots=4, capacity=1, state=tmp_path) as runtime:
         first = runtime.create(TEXT[:20])
