@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvjax.serving.batch.journal import dump
-from kvjax.serving.batch.records import Defaults, Record, read
+from kvjax.serving.batch.records import DamagedRow, Defaults, Record, read
 from kvjax.serving.batch.results import error_of
 from pallas_kernels.core.optional import needs_extras
 
@@ -148,7 +148,26 @@ def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
         for batch in file.iter_batches(ROWS, row_groups=groups):
             later = batch.slice(max(0, first - number))
             number += batch.num_rows
-            yield from zip(range(number - later.num_rows, number), map(_without_nulls, later.to_pylist()), strict=True)
+            yield from zip(range(number - later.num_rows, number), _objects(later), strict=True)
+
+
+def _objects(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch of pyarrow, without their nulls. A value that Python cannot hold damages its row alone."""
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()]
+    except Exception:  # text that is not UTF-8, a time beyond Python's years: found row by row
+        return [_object(batch.slice(number, 1)) for number in range(batch.num_rows)]
+
+
+def _object(row: Any) -> dict[str, Any]:
+    found, problem = {}, None
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            found[name] = column[0].as_py()
+        except Exception as error:
+            problem = f"column {name!r:.80} cannot be read: {error!s:.200}"
+    fields = _without_nulls(found)
+    return fields if problem is None else DamagedRow(fields, problem)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -149,6 +149,14 @@ def _digest(line: bytes | str | Mapping[str, Any]) -> bytes:
     return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="surrogatepass")).digest()[:16]
 
 
+class DamagedRow(dict[str, Any]):
+    """A row of a Parquet file: the fields that can be read, and what is wrong with another one."""
+
+    def __init__(self, fields: Mapping[str, Any], problem: str):
+        super().__init__(fields)
+        self.problem = problem
+
+
 def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults = Defaults()) -> Record:
     """The record of one line. If something is wrong with it, `Record.error` says what."""
     record = Record(number, None)
@@ -160,6 +168,8 @@ def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults
         record = dataclasses.replace(record, id=_custom_id(fields) if openai else _plain_id(fields))
         record = _numbered(record) if record.id is None else record
         check_once(twice)
+        if isinstance(line, DamagedRow):
+            raise WrongField(line.problem)
         body = _unwrap(fields) if openai else {name: value for name, value in fields.items() if name != "id"}
         return _fill(record, body, "body." if openai else "", defaults)
     except WrongField as wrong:

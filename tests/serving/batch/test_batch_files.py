@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -97,6 +98,21 @@ def test_a_job_does_not_depend_on_the_form_of_its_files(engine, tmp_path):
         assert (summary.records, summary.errors) == (5, 1)
     answers = parquet.read_table(tmp_path / "out.parquet").to_pydict()["answer"]
     assert answers == (tmp_path / "out.jsonl").read_text().splitlines()
+
+
+def test_a_value_that_python_cannot_hold_damages_its_row_alone(engine, tmp_path):
+    """Text that is not UTF-8, which other writers do not check, and a time beyond Python's years."""
+    texts = pyarrow.Array.from_buffers(
+        pyarrow.string(), 3, [None, pyarrow.py_buffer(np.array([0, 3, 6, 9], np.int32)), pyarrow.py_buffer(b"abc\xff\xfe\xfdxyz")]
+    )
+    times = pyarrow.array([None, None, 2**60], pyarrow.timestamp("ms"))
+    table = pyarrow.table({"id": ["a", "b", "c"], "prompt": texts, "max_new_tokens": [1, 1, 1], "user": times})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    assert run_file(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine).errors == 2
+    found = {each["id"]: each for each in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert found["a"]["error"] is None
+    assert "column 'prompt' cannot be read: 'utf-8' codec can't decode byte 0xff" in found["b"]["error"]
+    assert "column 'user' cannot be read" in found["c"]["error"]
 
 
 def test_a_file_that_is_not_parquet_is_named_so(engine, tmp_path):
