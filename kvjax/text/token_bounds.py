@@ -1,14 +1,18 @@
-"""How many tokens a text has at least, without tokenizing it: a tokenizer takes minutes for a text of 30 MB."""
+"""How many tokens a text has at least, without tokenizing it: a tokenizer takes minutes for a text of 30 MB. And how
+much longer a tokenizer makes a text."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 LONG = 2**20
 """Characters from which tokenizing a text takes a second or more."""
+MAX_GROWTH = 64
+"""How many times longer a tokenizer may make a text. The replacements of a tokenizer.json multiply."""
 _SHRINKS = {"NFC": 4, "ByteLevel": 1, "Prepend": 1}
 """Normalizers, and how many times longer a text may be than what they make of it. Hangul syllables are a third of their
 letters."""
@@ -69,6 +73,31 @@ def longest_token(tokenizer: Any) -> LongestToken | None:
     own = max(map(len, texts)) if of_bytes else max(len(text.replace("▁", " ").encode()) for text in texts)
     named = max((len(each["content"].encode()) for each in added), default=0)
     return LongestToken(shrinks * max(own, named, 4), any(each.get("lstrip") or each.get("rstrip") for each in added))
+
+
+def check_growth(tokenizer: Any) -> None:
+    """ValueError if normalizers or decoders of a tokenizer make a text more than `MAX_GROWTH` times longer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    for name in ("normalizer", "decoder"):
+        part = getattr(backend, name, None)
+        if part is None:
+            continue
+        growth = 1.0
+        for each in _flat(json.loads(part.__getstate__()), f"{name}s"):
+            growth *= _growth(each)
+        if growth > MAX_GROWTH:
+            raise ValueError(f"its {name} may make a text {growth:.3g} times longer, and {MAX_GROWTH} times is the most")
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """How many times longer a normalizer or decoder may make a text."""
+    if part["type"] in ("Prepend", "Replace") and len(part.get("prepend", part.get("content"))) > LONG:
+        return math.inf
+    if part["type"] != "Replace":
+        return 1.0
+    ((kind, pattern),) = part["pattern"].items()
+    # What an expression matches may be empty, beside each character.
+    return max(1.0, len(part["content"]) / len(pattern)) if kind == "String" and pattern else 1.0 + len(part["content"])
 
 
 def _least(text: str, longest: LongestToken) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
 from kvjax.text.plain_texts import PASSED_ON
+from kvjax.text.token_bounds import check_growth
 from kvjax.text.transformers_import import import_transformers
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved with a model
+        check_growth(tokenizer)
         return tokenizer
     except PASSED_ON:
         raise

@@ -13,6 +13,7 @@ from tiny_models import LEAST, altered, random_model
 import kvjax
 from kvjax.client import load_tokenizer
 from kvjax.models import FAMILIES, load, save
+from kvjax.text.token_bounds import LONG
 from kvjax.text.tokenization import encode
 from kvjax.text.tokenizer_loading import read_tokenizer
 
@@ -157,6 +158,29 @@ def test_a_chat_template_reaches_nothing_of_python(template, plain, tmp_path, mo
 
 
 # More ids than the embedding has rows.
+
+
+@pytest.mark.parametrize(
+    ("part", "each", "count"),
+    [
+        ("normalizer", {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}, 34),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "e*"}, "content": "ee"}, 20),
+        ("normalizer", {"type": "Prepend", "prepend": "e" * (LONG + 1)}, 1),
+        ("decoder", {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}, 34),
+    ],
+)
+def test_replacements_that_multiply_a_text_are_refused(part, each, count, plain, tmp_path):
+    """34 doublings make 17 GB of one letter."""
+    folder = shutil.copytree(plain, tmp_path / "m")
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    for number, refused in ((min(count, 3), count == 1), (count, True)):
+        parts[part] = {"type": "Sequence", f"{part}s": [each] * number}
+        (folder / "tokenizer.json").write_text(json.dumps(parts))
+        if refused:
+            with pytest.raises(ValueError, match=rf"m \(its {part} may make a text .* times longer, and 64 times is the most\)"):
+                read_tokenizer(folder)
+        else:
+            assert read_tokenizer(folder) is not None
 
 
 @pytest.fixture(scope="module")
