@@ -24,6 +24,7 @@ from kvjax.cache.page_tables import table_width
 from kvjax.cache.pool import Layers, Pool, PoolStats
 from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.compilation import CompileAhead
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.call_lock import CallLock, guarded
 from kvjax.engine.capacity import Capacity
 from kvjax.engine.decode_batch import DecodeBatch, Written
@@ -114,7 +115,7 @@ class Engine:
         policies: str | DecodePolicy | Iterable[str | DecodePolicy] = (),
         pages: int | None = None,
         page_size: int = 128,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = PREFILL_CHUNK,
         prefill: str | PrefillPolicy | None = None,
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
         cache_format: str | None = None,

@@ -19,6 +19,7 @@ from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.page_manager import Reach, frame_counts, most_pages, window_of
 from kvjax.checks import whole_number
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
 from kvjax.model.weight_formats import FormatOf, format_function
@@ -191,7 +192,7 @@ def memory_plan(
     weights: str | FormatOf | None = None,
     available_bytes: int | None = None,
     sequences: int = 8,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = PREFILL_CHUNK,
     reach: Reach | None = None,
     tensor: int = 1,
     context: int = 1,
@@ -269,7 +270,7 @@ def host_memory(
     host_bytes: int | None,
     spec: CacheSpec | None = None,
     *,
-    chunk: int = 512,
+    chunk: int = PREFILL_CHUNK,
     keeps_none: str = "",
     here: bool = True,
 ) -> HostMemory:
@@ -348,7 +349,7 @@ def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_b
     return device, host_pages
 
 
-def pool_frames(plan: MemoryPlan, device_bytes: int, host_bytes: int, *, prefill_chunk: int = 512, hot: bool) -> FrameCounts:
+def pool_frames(plan: MemoryPlan, device_bytes: int, host_bytes: int, *, prefill_chunk: int = PREFILL_CHUNK, hot: bool) -> FrameCounts:
     """The frames that an engine of these sizes has for pages of layers that keep all tokens, on any machine: how much
     memory this one has does not count. All of host_bytes is the pool's, as in an engine without reuse. hot: whether a
     policy of the engine needs an index. ValueError for sizes in which no page fits."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.engine import Engine
 from kvjax.engine.sequence import CachedSequence
 from kvjax.evaluation.needle import NeedleTask, encode, encode_text, vocabulary_words
@@ -203,7 +204,7 @@ class RecallPlan:
     control: str = CONTROL
     seed: int = 0
     page_size: int = 128
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL_CHUNK
 
     def __post_init__(self):
         if not self.lengths or len(set(self.lengths)) < len(self.lengths):

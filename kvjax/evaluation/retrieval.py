@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import NotFinite, all_finite
 from kvjax.engine.sequence import CachedSequence
@@ -85,7 +86,7 @@ def find_needles(
     batch: int = 8,
     seed: int = 0,
     page_size: int = 128,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = PREFILL_CHUNK,
     prefill: str = "dense",
     cache_format: str | None = None,
     on_tokens: Callable[[int], None] | None = None,

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.cost_model.bytes import step_bytes
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.engine import Engine
 from kvjax.engine.memory import memory_plan
 from kvjax.evaluation.needle import encode_text, vocabulary_words
@@ -79,7 +80,7 @@ class Plan:
     again: int = 1
     seed: int = 0
     page_size: int = 128
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL_CHUNK
     cache_formats: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.axes import mesh, plan_sizes
 from kvjax.checks import engine_sizes
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.engine import Engine
 from kvjax.engine.memory import MemoryPlan, memory_plan
 from kvjax.engine.policy_set import PolicySet
@@ -48,7 +49,7 @@ class Setup:
     steps_per_launch: int = 1
     pages: int | None = None
     page_size: int = 128
-    prefill_chunk: int = 512
+    prefill_chunk: int = PREFILL_CHUNK
     device_bytes: int | None = None
     tensor: int = 1
     context: int = 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.engine import PREFILL_CHUNK
 from kvjax.serving.cli.options import (
     CacheFormatOption,
     ChunkOption,
@@ -351,7 +352,7 @@ def choose_command(
     lengths: Annotated[str, option("Tokens in the cache, separated by commas.")] = "8k,16k,32k",
     batches: Annotated[str, option("Sequences decoded together, separated by commas.")] = "1,8",
     prefill: Annotated[bool, option("Show prefill instead: the chunks in which prompts of these lengths end.", "--prefill")] = False,
-    prefill_chunk: ChunkOption = 512,
+    prefill_chunk: ChunkOption = PREFILL_CHUNK,
     device: Annotated[str | None, option("With --prefill: another device, as JAX names it. [default: this one]")] = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
@@ -395,7 +396,7 @@ def _frames(
     page_size: int,
     device_memory: int | None,
     host_memory: int | None,
-    chunk: int = 512,
+    chunk: int = PREFILL_CHUNK,
     cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""

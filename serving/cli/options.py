@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvjax.engine import PREFILL_CHUNK
 from pallas_kernels.core.files import read_object
 from pallas_kernels.core.options import JsonOption as JsonOption
 
@@ -317,7 +318,7 @@ class EngineOptions:
         panel=MEMORY, **byte_count(),
     )] = None  # fmt: skip
     page_size: PageSizeOption = 128
-    prefill_chunk: ChunkOption = 512
+    prefill_chunk: ChunkOption = PREFILL_CHUNK
     cache_format: CacheFormatOption = None
     reuse: Annotated[bool | None, option(
         "Keep pages for later prompts that begin the same way, until others need the room. --host-memory and --disk do so, too, and "
