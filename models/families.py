@@ -8,11 +8,12 @@ from typing import Any
 from kvjax.models.family import Family, Within
 from pallas_kernels.core.lazy import module_of
 
-_MODULES = {"qwen3_5_text": "qwen3_5", "gemma3_text": "gemma3"} | {
-    name: name
+_MODULES = {
+    name: {"qwen3_5_text": "qwen3_5", "gemma3_text": "gemma3"}.get(name, name)
     for name in (
-        *("llama", "qwen2", "qwen3", "deepseek_v32", "mistral", "ministral", "smollm3", "granite", "seed_oss", "internlm3"),
-        *("olmo2", "olmo3", "phi3", "gemma", "gemma2", "cohere", "cohere2", "helium", "ernie4_5", "glm", "glm4"),
+        *("llama", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text", "deepseek_v32"),
+        *("mistral", "ministral", "smollm3", "granite", "seed_oss", "internlm3", "olmo2", "olmo3", "phi3"),
+        *("gemma", "gemma2", "cohere", "cohere2", "helium", "ernie4_5", "glm", "glm4"),
     )
 }
 """The files of families, by `model_type`."""

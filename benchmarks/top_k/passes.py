@@ -17,12 +17,12 @@ import typer
 
 from benchmarks.run import main
 from benchmarks.top_k import cases as top_k_cases
+from benchmarks.top_k import replay, score_rows
 from benchmarks.top_k import report as top_k_report
-from benchmarks.top_k import score_rows
 from benchmarks.top_k.cases import Captured
 from pallas_kernels.core.options import JsonOption
 from pallas_kernels.core.results import write_result
-from pallas_kernels.selection.top_k import plan, replay
+from pallas_kernels.selection.top_k import plan
 
 LENGTH, K = 131072, 2048
 SHARE = 0.4

@@ -211,7 +211,7 @@ def test_a_subclass_of_a_window_is_not_taken_for_one(model, engine, text):
     engine.decode([sequence], [1])
     with pytest.raises(ValueError, match="does not keep"):
         engine.decode([sequence], [1], Everything(SINK, NEAR))
-    assert engine_of(model, prefill=AllOfIt(SINK, NEAR))._declared.reach is None
+    assert engine_of(model, prefill=AllOfIt(SINK, NEAR))._policy_set.reach is None
 
 
 def test_prefill_that_reads_more_is_refused_and_one_within_is_not(model, engine, text):
@@ -221,7 +221,7 @@ def test_prefill_that_reads_more_is_refused_and_one_within_is_not(model, engine,
         engine.extend(sequence, [1, 2, 3])
     assert sequence.length == 151
     near = engine_of(model, policies="dense", prefill=READS)
-    assert near._declared.reach is None, "dense is declared, so prompts keep their pages"
+    assert near._policy_set.reach is None, "dense is declared, so prompts keep their pages"
     one, two = near.prefill([text[:PROMPT], text[:PROMPT]])
     decoded(near, one, text[150:200])
     decoded(near, two, text[150:200], READS)

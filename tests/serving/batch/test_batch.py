@@ -223,7 +223,7 @@ def test_a_special_token_that_cannot_be_read_as_text_concerns_its_record_alone(e
 
 
 def test_whatever_preparing_a_record_raises_concerns_it_alone(engine, model, monkeypatch):
-    """A number that Python refuses to write, an array that has no truth, and a tokenizer whose properties raise."""
+    """A number that Python refuses to write, an array that has no truth, and a tokenizer whose template panics."""
     odd = {"id": 10**5000, "prompt": "hello"}, {"custom_id": "tools", "body": {"prompt": "hello", "tools": np.array([1, 2])}}
     found = answers(engine, [*odd, RECORDS[0]])
     assert "the record cannot be read: ValueError: Exceeds the limit" in found[10**5000]["error"]
@@ -231,13 +231,12 @@ def test_whatever_preparing_a_record_raises_concerns_it_alone(engine, model, mon
     assert found["short"]["error"] is None
 
     class Raises(type(model.tokenizer)):
-        @property
-        def added_tokens_decoder(self):
-            raise Panic("no tokens")
+        def apply_chat_template(self, *args, **kwargs):
+            raise Panic("no template")
 
     monkeypatch.setattr(model.tokenizer, "__class__", Raises)
     found = answers(engine, [{"id": "chat", "messages": [{"role": "user", "content": "x"}]}, RECORDS[0]])
-    assert found["chat"]["error"] == "the record cannot be prepared: Panic: no tokens"
+    assert found["chat"]["error"] == "the record cannot be prepared: Panic: no template"
     assert found["short"]["error"] is None
 
 
