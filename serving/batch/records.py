@@ -93,7 +93,7 @@ def read(
     which no line may have given as its id: at the end of the lines, `taken` gets the numbers for which one did, and
     `results.named` gives their answers another id.
     """
-    seen: dict[str | int, tuple[int, bytes]] = {}
+    seen: dict[str | tuple[str], tuple[int, bytes]] = {}
     differ: list[tuple[str | int, int, int]] = []
     numbered: list[int] = []
     for number, line in enumerate(lines, 1):
@@ -103,7 +103,7 @@ def read(
         if record.numbered:
             numbered.append(number)
         elif record.id is not None:
-            first, digest = seen.setdefault(record.id, (number, _digest(line)))
+            first, digest = seen.setdefault(_key(record.id), (number, _digest(line)))
             if first != number:
                 if digest != _digest(line):
                     differ.append((record.id, first, number))
@@ -118,12 +118,18 @@ def read(
             f"the id {show(name)} is given on line {first} and, with other content, on line {second}{others}: give each record an id "
             "of its own. Nothing was run"
         )
-    clashing = [number for number in numbered if number in seen]
+    clashing = [number for number in numbered if _key(number) in seen]
     if (both := next((number for number in clashing if by_line(number) in seen), None)) is not None:
         said = f"line {both} has no id, and both {both} and {by_line(both)!r} are ids of other lines: give it one. Nothing was run"
         raise ValueError(said)
     if taken is not None:
         taken.extend(clashing)
+
+
+def _key(record_id: str | int) -> str | tuple[str]:
+    """An id as the key of a table. Whole numbers are keys by their digits: of numbers themselves, many can be chosen
+    that share one place in a table."""
+    return (hex(record_id),) if isinstance(record_id, int) else record_id
 
 
 def _is_blank(line: bytes | str) -> bool:
