@@ -76,7 +76,7 @@ class Capacity:
         return sampling
 
     def _positions(self, policy: DecodePolicy | PrefillPolicy | None) -> int:
-        return MAX_POSITIONS if getattr(policy, "remap", False) else self.config.max_positions
+        return MAX_POSITIONS if getattr(policy, "counts_in_cache", False) else self.config.max_positions
 
     def check_room(self, tokens: int, sequence: CachedSequence | None, growing: Sequence[CachedSequence]) -> None:
         """`Engine.check_room`."""

@@ -235,7 +235,7 @@ def _check_pages(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelC
     model does not allow it."""
     if hasattr(policy, "check_pages"):
         policy.check_pages(page_size)
-    if not getattr(policy, "remap", False):
+    if not getattr(policy, "counts_in_cache", False):
         return
     if config.latent:
         raise ValueError(f"{said} turns rotated queries, which layers of latent attention do not have: leave out +remap")

@@ -268,7 +268,7 @@ def _drain(results: deque[Result]) -> Iterator[Result]:
 
 def positions_of(engine: Engine) -> int:
     """The longest prompt that an engine takes."""
-    return MAX_POSITIONS if getattr(engine.prefill_policy, "remap", False) else engine.model.config.max_positions
+    return MAX_POSITIONS if getattr(engine.prefill_policy, "counts_in_cache", False) else engine.model.config.max_positions
 
 
 def model_name(model: Model) -> str:

@@ -376,6 +376,8 @@ class Stateless:
     """Of a class whose `attend` selects and attends in one op: its `select` and that `attend`, which give the same."""
     needs_indexer = False
     """Whether it ranks tokens by a lightning indexer, which every layer of attention must then have."""
+    watches = False
+    """Whether it is a policy that measures what another one misses."""
     needs_kv_heads = False
     """Whether it reads keys of each KV head, which layers of latent attention do not keep."""
     chooses_over_devices = False
@@ -425,7 +427,7 @@ def attends_by_list(policy: DecodePolicy) -> bool:
 
 def is_watched(policy: DecodePolicy) -> bool:
     """Whether it is a `Watched`, whose module this does not load."""
-    return hasattr(policy, "max_missed")
+    return getattr(policy, "watches", False)
 
 
 def chooses_over_devices(policy: DecodePolicy) -> bool:

@@ -61,6 +61,8 @@ class Watched(Stateless):
     policy without these goes to every key at once. max_missed: above 0; 1 measures and never alarms.
     """
 
+    watches = True
+
     policy: DecodePolicy
     max_missed: float = 1.0
     every: int = EVERY
@@ -247,7 +249,7 @@ def _why_not(policy: Any) -> str | None:
         return "is no policy. Name one, as cascade:8"
     if getattr(policy, "learns", None) is not None:
         return "learns from attention. Leave out --max-missed, or name a policy without state, as cascade:8"
-    if getattr(policy, "remap", False):
+    if getattr(policy, "counts_in_cache", False):
         return "counts positions in the cache, so its attention is no part of dense's. Leave out +remap, or --max-missed"
     if hasattr(policy, "keeps") and policy.keeps(128) is not None:
         return "gives pages back, and dense's attention is not known without them. Leave out +release, or --max-missed"

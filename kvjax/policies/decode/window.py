@@ -49,6 +49,11 @@ class Window(Stateless):
         """The most keys that a step reads."""
         return self.sink_tokens + self.window_tokens
 
+    @property
+    def counts_in_cache(self) -> bool:
+        """Whether positions are those in the cache, which never exceed sinks and window."""
+        return self.remap
+
     def budgets(self) -> dict[str, tuple[int, int]]:
         """The tokens of both parts."""
         return {"sink_tokens": (self.sink_tokens, 1), "window_tokens": (self.window_tokens, 1)}

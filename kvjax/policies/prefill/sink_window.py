@@ -36,6 +36,11 @@ class SinkWindow(DenseWhereCovered):
         if not isinstance(self.remap, bool):
             raise ValueError(f"remap must be True or False, got {shown(self.remap)}")
 
+    @property
+    def counts_in_cache(self) -> bool:
+        """Whether positions are those in the cache, which never exceed sinks and window."""
+        return self.remap
+
     def reach(self, page_size: int) -> tuple[int, int] | None:
         """Sinks and window, outside which no query reads a key; None in a subclass that attends in another way."""
         own = type(self).attend_sparse is SinkWindow.attend_sparse

@@ -1,13 +1,17 @@
 """Each rule a policy states: which blocks and which keys are read."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import altered
 
+from kvjax import Engine
 from kvjax.cache import IndexSpec, PagedKV
 from kvjax.policies.decode import Dense, HeavyPages, SelectContext, TopBlocks, Window, parse
+from kvjax.policies.decode.base import Stateless
 from kvjax.policies.prefill import parse_prefill
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.selection.page_index import page_index
@@ -252,3 +256,22 @@ def test_impossible_policies_are_refused_when_built(build, match):
 def test_a_number_that_no_policy_can_use_is_refused_by_name(named, form, digits):
     with pytest.raises(ValueError, match=r"has a number above 2147483647, the largest possible: name a smaller one$"):
         named(form.format(digits))
+
+
+def test_fields_of_an_own_policy_mean_nothing_to_an_engine(model):
+    """`remap` and `max_missed` are names that anybody may give a field."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(Stateless):
+        remap: bool = True
+        max_missed: float = 0.5
+
+        def select(self, query, layer, ctx, state):
+            return None, state
+
+    engine = Engine(model, Own(), pages=4, page_size=128, prefill_chunk=128, batch_buckets=(1,))
+    with pytest.raises(ValueError, match="is longer than the model's"):
+        engine.check_length(model.config.max_positions + 1, Own())
+    (sequence,) = engine.prefill([[1, 2, 3]])
+    engine.decode([sequence], [4])
+    assert sequence.length == 4
