@@ -91,7 +91,7 @@ def _refined_shape(call: Call, q, pages, chosen: select.Shape, frames) -> refine
         keys = PageKeys(attend) if call.codes_kind is None else CodedKeys(call.codes_kind, call.block_size, q.shape[3])
         return refined.Shape(attend, keys, *of_list)
 
-    return shape(chosen.scratch_words() | shape({}).scratch_words())
+    return shape(shape({}).scratch_beside(chosen))
 
 
 def _rows(q) -> jax.ShapeDtypeStruct:
@@ -130,7 +130,7 @@ def _form(call: Call, q, pages, index, table, frames, codes):
 def scratch_of_key_tiles(chosen: select.Shape, s: decode_fold.Shape | refined.Shape) -> dict[str, int]:
     """Words of shared memory of a kernel without `wgmma`, array by array."""
     if isinstance(s, refined.Shape):
-        return mma.list_scratch(s.attend, chosen.scratch_words() | s.scratch_words())
+        return mma.list_scratch(s.attend, s.scratch_beside(chosen))
     return mma.list_scratch(s, chosen.scratch_words())
 
 
@@ -219,7 +219,8 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
                 listed.locate(s, length, table_ref, row // chosen.num_queries, chosen.table_width, places)
             refined.attend(r, unit, cta, parts, inputs, arrays[-3:], scratch)
 
-        run(refs, dict(zip(words, scratch, strict=True)))
+        arrays = dict(zip(words, scratch, strict=True))
+        run(refs, arrays | {"survivors_s": arrays["codes_s"]})
 
     lists = jax.ShapeDtypeStruct((*q.shape[:2], s.num_kv_heads, r.width), "int32")
     kernel = listed.launch(s, refined_kernel, [*listed.outputs(s), lists], mma.scratch_types(words))

@@ -28,6 +28,7 @@ from pallas_kernels.hopper.decode.packed_operands import KEYS
 from pallas_kernels.hopper.decode.wgmma_fold import LOG2E, LOWEST
 from pallas_kernels.hopper.threads import lane_copies, lane_math, lane_sums, lanes
 from pallas_kernels.selection.select_blocks import choose
+from pallas_kernels.selection.select_blocks import mosaic_gpu as select
 
 DEPTH = 2
 """Turns of codes that a warp has in flight."""
@@ -77,6 +78,13 @@ class Shape:
         if isinstance(self.keys, CodedKeys):
             sizes["coded_q_s"] = s.rows * s.head_dim // 2
         return sizes | ({"page_ids_s": s.width + 1} if self.framed else {})
+
+    def scratch_beside(self, chosen: select.Shape) -> dict[str, int]:
+        """The same, and the words of the choice of the shortlist. Its survivors lie where keys of the shortlist come
+        later."""
+        words = chosen.scratch_words() | self.scratch_words()
+        survivors = words.pop("survivors_s")
+        return words | {"codes_s": max(words["codes_s"], survivors)}
 
 
 def load_queries(r: Shape, unit, q_ref, scratch) -> None:
