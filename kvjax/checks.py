@@ -130,7 +130,7 @@ class TokenIds(Sequence[int]):
             return None
         try:
             kinds = set(map(type, tokens))
-            if kinds & {bool, np.bool_}:
+            if kinds & {bool, np.bool_} or any(issubclass(kind, np.ma.MaskedArray) for kind in kinds):
                 return None
             numbers = tokens if kinds <= {int} else [operator.index(token) for token in tokens]
             array = np.array(numbers if len(numbers) else (), None if len(numbers) else np.int32)
@@ -192,6 +192,8 @@ def token_ids(tokens: Sequence[int] | TokenIds, vocab_size: int) -> TokenIds:
     check_unmasked(tokens)
     if (ids := TokenIds.read(tokens)) is not None:
         return ids.inside(vocab_size)
+    if isinstance(tokens, list | tuple) and any(isinstance(token, np.ma.MaskedArray) for token in tokens):
+        raise ValueError(f"token ids must be a list of whole numbers, none of them from a masked array, got {shown(tokens)}")
     if np.ndim(tokens) == 0:
         raise ValueError(f"token ids must be a list, got {shown(tokens)}: one prompt among several is [ids], as in prefill([ids])")
     raise ValueError(f"token ids must be a list of whole numbers, got {shown(tokens)}")

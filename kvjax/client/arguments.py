@@ -93,8 +93,8 @@ def token_ids(name: str, value: Any) -> list[int]:
 
 def _token_id(name: str, place: int, value: Any) -> int:
     try:
-        token = operator.index(value)  # numpy's and torch's numbers, too
-    except TypeError:
+        token = -1 if getattr(value, "mask", False) else operator.index(value)  # numpy's and torch's numbers, too
+    except (TypeError, ValueError):
         token = -1
     if isinstance(value, bool) or not 0 <= token <= MAX_TOKEN_ID:
         said = f"must be whole numbers from 0 to {MAX_TOKEN_ID}, and number {place} of them is {shown(value)}"

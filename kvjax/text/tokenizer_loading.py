@@ -4,6 +4,7 @@ is asked about it."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files with a JSON object that transformers reads beside them."""
 
+OPENED = {"fast_tokenizer_files": object, "gguf_file": object, "init_inputs": object, "vocab": str, "merges": str}
+"""Fields of tokenizer_config.json whose values, of these types, transformers may open as files, wherever they lie.
+Names of files in other fields it replaces by those in the folder."""
+
 
 def read_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder.
@@ -31,6 +36,7 @@ def read_tokenizer(folder: Path) -> Any:
     """
     found = [name for name in VOCABULARIES if is_file(folder / name)]
     settings = {name: read_json(folder / name) for name in SETTINGS if is_file(folder / name)}
+    _check_paths(folder, settings)
     code = settings.get("tokenizer_config.json", {}).get("auto_map")
     if code and "tokenizer.json" not in found:
         raise ValueError(
@@ -56,3 +62,14 @@ def read_tokenizer(folder: Path) -> Any:
         for file in filter(Path.is_file, folder.glob("tokenizer*")):
             check_pointer(file)
         raise ValueError(f"transformers cannot read the tokenizer in {folder} ({first_line(error)}); {AGAIN}") from error
+
+
+def _check_paths(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """ValueError if a file of settings names another file to read. What special_tokens_map.json holds beside tokens,
+    transformers puts in the place of what it has found itself."""
+    config, tokens = settings.get("tokenizer_config.json", {}), settings.get("special_tokens_map.json", {})
+    named = [("tokenizer_config.json", name) for name, kind in OPENED.items() if config.get(name) and isinstance(config[name], kind)]
+    named += [("special_tokens_map.json", name) for name in tokens if not name.endswith(("_token", "_tokens"))]
+    for file, name in named:
+        said = f"{folder / file} has {name[:80]!r} {settings[file][name]!r:.200}, which transformers may take for a file to read"
+        raise ValueError(f"{said}; a tokenizer is read from {', '.join(VOCABULARIES)} of its own folder alone: delete the field")

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +32,12 @@ of numbers, too. The others are fields of that line, null where it does not have
 
 ROWS = 1024
 """Rows that are read or written at a time."""
+
+MAX_LINE_BYTES = 1 << 27
+"""The longest line of an input that is read as a record, uncompressed. 16 million token ids of seven
+digits have room."""
+PIECE = 1 << 20
+"""Bytes of a longer line that are in memory at a time."""
 
 
 def is_parquet(path: Path) -> bool:
@@ -109,21 +115,38 @@ def check_extras(*paths: Path) -> None:
         needs_extras("a Parquet file", "ray")
 
 
-def numbered(path: Path, first: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
+def numbered(
+    path: Path, first: int = 1, offset: int = 0, seen: Callable[[bytes], object] = bool
+) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
     """(number, offset, line) of every line from the one numbered `first`, which begins at byte `offset` of the
     uncompressed text.
 
-    Rows of a Parquet file are objects, without their nulls, and have offset 0. Few lines are in memory at a time.
-    ValueError for a file that is damaged.
+    Rows of a Parquet file are objects, without their nulls, and have offset 0. Few lines are in memory at a time. Of
+    one longer than `MAX_LINE_BYTES` only a part is: it is a `DamagedRow`. seen: gets all bytes of lines, in order,
+    those of a line before the line. ValueError for a file that is damaged.
     """
     if is_parquet(path):
         yield from ((number, 0, row) for number, row in _rows(path, first))
         return
     with gzip.open(path) if is_gzip(path) else open(path, "rb") as file, _whole_gzip(path):
         file.seek(offset)
-        for number, line in enumerate(file, first):
+        for number, (length, line) in enumerate(_bounded(file, seen), first):
             yield number, offset, line
-            offset += len(line)
+            offset += length
+
+
+def _bounded(file: IO[bytes], seen: Callable[[bytes], object]) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """(length, line) of every line, as `numbered` gives them."""
+    while line := file.readline(MAX_LINE_BYTES):
+        seen(line)
+        length, piece = len(line), line
+        while length >= MAX_LINE_BYTES and not piece.endswith(b"\n") and (piece := file.readline(PIECE)):
+            seen(piece)
+            length += len(piece)
+            line = DamagedRow({}, "")
+        if isinstance(line, DamagedRow):
+            line.problem = f"the line has {length:,} bytes, and at most {MAX_LINE_BYTES:,} are read"
+        yield length, line
 
 
 def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:
@@ -234,10 +257,8 @@ class Reading:
         return {DIGEST: self._digest.hexdigest(), BYTES: self._read}
 
     def _lines(self) -> Iterator[bytes | dict[str, Any]]:
-        for _, offset, line in numbered(self.source):
+        for _, offset, line in numbered(self.source, seen=self._add):
             self.offset = offset
-            if isinstance(line, bytes):
-                self._add(line)
             yield line
 
     def _add(self, line: bytes) -> None:

@@ -118,7 +118,8 @@ class Partial(Journal):
                 "command again, which only writes them, or pass --overwrite, too"
             ) from None
         sync_folder(out.resolve().parent)
-        self.path.unlink(missing_ok=True)
+        if self._is_there():  # another file of this name is another job's
+            self.path.unlink(missing_ok=True)
 
     def _outputs(self, taken: Collection[int] = ()) -> Iterator[dict[str, Any]]:
         for line in sorted(self._spans):

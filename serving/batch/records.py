@@ -156,7 +156,8 @@ def _digest(line: bytes | str | Mapping[str, Any]) -> bytes:
 
 
 class DamagedRow(dict[str, Any]):
-    """A row of a Parquet file: the fields that can be read, and what is wrong with another one."""
+    """A row of a Parquet file: the fields that can be read, and what is wrong with another one. Or a line that is too
+    long."""
 
     def __init__(self, fields: Mapping[str, Any], problem: str):
         super().__init__(fields)

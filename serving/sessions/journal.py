@@ -22,6 +22,7 @@ import fcntl
 import json
 import logging
 import os
+import stat
 import struct
 import sys
 import zlib
@@ -87,6 +88,8 @@ class Journal:
                 raise ValueError(f"{path} cannot be deleted: {error.strerror}; delete it, or give another folder") from None
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
+                if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for, and what a link leads to written to
+                    raise ValueError(f"{path} cannot be read: it is a link, a pipe or a folder; delete it, or restore it")
                 content = path.read_bytes()
             except OSError as error:
                 raise ValueError(f"{path} cannot be read: {error.strerror}; delete it, or restore it") from None
@@ -122,7 +125,7 @@ class Journal:
         record, checksum = _record(array.array("i", tokens), former)
         content, written = record + _end_mark(checksum), 0
         with _disk_errors():
-            handle = os.open(self._path(session_id), os.O_WRONLY)
+            handle = os.open(self._path(session_id), os.O_WRONLY | os.O_NOFOLLOW)
             try:
                 try:
                     while written < len(content):  # one call writes at most 2 GiB
@@ -186,7 +189,7 @@ def _mend(path: Path, content: bytes, end: int, checksum: int, tokens: int) -> N
     rest = b"" if mark.startswith(rest) else rest.removeprefix(mark)
     try:
         if rest:
-            with open(os.open(torn, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as kept:
+            with open(os.open(torn, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "wb") as kept:
                 kept.write(rest)
         with path.open("r+b") as file:
             file.seek(end)
@@ -198,7 +201,7 @@ def _mend(path: Path, content: bytes, end: int, checksum: int, tokens: int) -> N
         said = "session %s: its file has no end mark, so it was cut; its history has the %d tokens that are left"
         logger.warning(said, path.stem[:8], tokens)
         return
-    what = "half a record, as after a kill" if any(rest) else "zeros, as after a loss of power"
+    what = "half a record, as after a kill" if rest.strip(b"\0") else "zeros, as after a loss of power"
     said = f"session %s: its file ends in {what}; its history has the %d tokens before, and the %d bytes are in %s"
     logger.warning(said, path.stem[:8], tokens, len(rest), torn)
 
@@ -251,7 +254,7 @@ def _records(content: bytes, at: int, checksum: int, path: Path) -> tuple[array.
         good = count > 0 and zlib.crc32(content[at : at + NUMBERS.size]) == head_checksum
         if (good and end > len(content)) or (not good and len(content) == start):
             break
-        if not count and not any(content[at:].removeprefix(_end_mark(checksum))):
+        if not count and not content[at:].removeprefix(_end_mark(checksum)).strip(b"\0"):
             break
         tokens = content[start:end]
         if not good or zlib.crc32(tokens, checksum) != given:

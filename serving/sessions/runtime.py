@@ -288,20 +288,24 @@ class SessionRuntime:
         future: Future = Future()
         self._calls.put((lambda: self._core.conclude(run, keep), future))
         try:
-            return self._result(future, None, None) if wait else 0
+            return self._result(future, None) if wait else 0
         except Unavailable:  # the runtime was closed meanwhile, and has ended it
             return 0
 
     def _ask_in_turn(self, session_id: str, task: Callable[[Record], Any], timeout: float | None, active: Active = None) -> Any:
         timeout, future, queued = arguments.seconds("timeout", timeout), Future(), Future()
+        arguments.instance("active", active, (Callable,), "a function")
         queued.add_done_callback(lambda done: _tell_caller(done, future))
-        self._post(lambda: self._core.in_turn(session_id, task, future), queued)
-        return self._result(future, timeout, active)
+        with _given_up(future):
+            self._post(lambda: self._core.in_turn(session_id, task, future), queued)
+            return self._result(future, timeout, active)
 
     def _ask(self, task: Callable[[], Any], timeout: float | None, active: Active = None) -> Any:
         timeout, future = arguments.seconds("timeout", timeout), Future()
-        self._post(task, future)
-        return self._result(future, timeout, active)
+        arguments.instance("active", active, (Callable,), "a function")
+        with _given_up(future):
+            self._post(task, future)
+            return self._result(future, timeout, active)
 
     def _post(self, task: Callable[[], Any], future: Future | None = None) -> None:
         if self._closing:
@@ -441,6 +445,16 @@ class Session:
         """End the session, and free its pages. A generation that runs ends with the error Cancelled."""
         core = self._runtime._core
         self._runtime._ask(lambda: core.end(core.find(self.id), "close"), timeout)
+
+
+@contextlib.contextmanager
+def _given_up(future: Future) -> Iterator[None]:
+    """After Ctrl-C, or an error of `active`, a call that still waits is never done."""
+    try:
+        yield
+    except BaseException:
+        future.cancel()
+        raise
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class DiskStore:
         if not self.folder.absolute().parent.is_dir():
             raise ValueError(f"there is no folder {self.folder.parent} to make {self.folder.name} in")
         self.folder.mkdir(exist_ok=True)
-        self._held = open(self.folder / "lock", "a")  # noqa: SIM115 - it is held as long as the store
+        self._held = os.fdopen(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)  # a pipe does not wait
         ends = time.monotonic() + PATIENCE
         while not self._locked():
             if time.monotonic() > ends:
@@ -91,6 +91,7 @@ class DiskStore:
             time.sleep(0.05)
         self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
         self._index.execute("PRAGMA trusted_schema=OFF")
+        self._index.execute("PRAGMA locking_mode=EXCLUSIVE")  # else it maps a file, and ends the process if that is cut off
         self._index.execute("PRAGMA journal_mode=WAL")
         self._index.execute("PRAGMA synchronous=NORMAL")
         self._index.execute("CREATE TABLE IF NOT EXISTS about (format TEXT, blocks TEXT)")
@@ -106,7 +107,7 @@ class DiskStore:
             )
         self._files = {}
         for place, (name, size) in enumerate(self.blocks.items()):
-            number = os.open(self.folder / f"pages-{place}.bin", os.O_RDWR | os.O_CREAT, 0o600)
+            number = os.open(self.folder / f"pages-{place}.bin", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             file = self._files[name] = os.fdopen(number, "r+b", buffering=0)
             if (wanted := self.slots * size) < os.fstat(number).st_size:
                 os.ftruncate(number, wanted)

@@ -442,6 +442,45 @@ class TestDiskStore:
         with pytest.raises(ValueError, match="in use by another engine"):
             DiskStore(tmp_path / "pages", 4000, {"full": 1000})
 
+    def test_files_that_are_cut_off_meanwhile_end_no_process(self, tmp_path):
+        """SQLite would map one of them, if others could have the index, too."""
+        program = (
+            "import os, sys, jax.numpy as jnp\n"
+            "from kvjax.cache.stores.disk import DiskStore\n"
+            "store = DiskStore(sys.argv[1], 4000, {'full': 1000})\n"
+            "store.put(b'1', 'full', jnp.zeros(1000, jnp.uint8))\n"
+            "store.wait()\n"
+            "for file in os.scandir(sys.argv[1]):\n"
+            "    os.truncate(file, 0)\n"
+            "assert store.read(b'1').result() is None\n"
+            "store.put(b'2', 'full', jnp.ones(1000, jnp.uint8))\n"
+            "store.wait()\n"
+            "store.close()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program, tmp_path / "pages"], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize("name", ["lock", "pages-0.bin"])
+    def test_a_pipe_is_not_waited_for(self, make, tmp_path, name):
+        make().close()
+        path = tmp_path / "pages" / name
+        path.unlink()
+        os.mkfifo(path)
+        if name == "lock":
+            make().close()
+            return
+        with pytest.raises(ValueError, match="pages cannot be kept in"):
+            make()
+
+    def test_what_a_link_leads_to_is_not_written_to(self, make, tmp_path):
+        make().close()
+        (tmp_path / "other").write_text("precious")
+        (tmp_path / "pages" / "pages-0.bin").unlink()
+        (tmp_path / "pages" / "pages-0.bin").symlink_to(tmp_path / "other")
+        with pytest.raises(ValueError, match="pages cannot be kept in"):
+            make()
+        assert (tmp_path / "other").read_text() == "precious"
+
     def test_pages_of_another_size_are_refused(self, make):
         make().close()
         with pytest.raises(ValueError, match="pages of another kind"):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import shutil
 import sys
 
@@ -117,6 +118,52 @@ def test_the_configuration_runs_no_code_either(asking):
         load_tokenizer(str(folder))
     assert not mark.exists()
     assert sys.stdin.read() == "y\n" * 50
+
+
+def elsewhere(asking, tmp_path, *, tokenizer_json):
+    """A model, and a tokenizer.json in another folder that transformers would read."""
+    folder, _ = asking("qwen2", tokenizer_json=True)
+    other = tmp_path / "elsewhere" / "tokenizer.4.0.0.json"
+    other.parent.mkdir()
+    shutil.copy(folder / "tokenizer.json", other)
+    if not tokenizer_json:
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.json").write_text(json.dumps(VOCAB))
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+    return folder, other
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "listed", "tokenizer_json"),
+    [
+        ("tokenizer_config.json", "fast_tokenizer_files", True, True),
+        ("tokenizer_config.json", "fast_tokenizer_files", True, False),
+        ("tokenizer_config.json", "gguf_file", False, False),
+        ("tokenizer_config.json", "init_inputs", True, False),
+        ("tokenizer_config.json", "vocab", False, False),
+        ("tokenizer_config.json", "merges", False, False),
+        ("special_tokens_map.json", "tokenizer_file", False, True),
+        ("special_tokens_map.json", "vocab_file", False, False),
+    ],
+)
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_tokenizer_names_no_file_outside_its_folder(asking, tmp_path, file, field, listed, tokenizer_json, relative):
+    folder, other = elsewhere(asking, tmp_path, tokenizer_json=tokenizer_json)
+    path = "../elsewhere/tokenizer.4.0.0.json" if relative else str(other)
+    (folder / file).write_text(json.dumps({field: [path] if listed else path}))
+    os.utime(other, ns=(1, other.stat().st_mtime_ns))
+    with pytest.raises(ValueError, match=f"{file} has '{field}' .*delete the field"):
+        read_tokenizer(folder)
+    assert other.stat().st_atime_ns == 1, "it was not read"
+
+
+def test_paths_that_transformers_replaces_are_no_error(asking, tmp_path):
+    folder, other = elsewhere(asking, tmp_path, tokenizer_json=True)
+    other.write_text("no tokenizer")
+    named = {"tokenizer_file": str(other), "vocab_file": str(other), "name_or_path": str(other), "special_tokens_map_file": str(other)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | {"init_inputs": [], "gguf_file": None}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "additional_special_tokens": ["w5"]}))
+    assert read_tokenizer(folder)("w5 w6")["input_ids"] == [5, 6]
 
 
 def test_tokenizer_json_is_used_and_the_code_beside_it_is_not(asking, caplog):

@@ -3,16 +3,22 @@ tokenized."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 import threading
 import time
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 
 import kvjax
 from kvjax.client.errors import SessionError
+from kvjax.serving.batch import files
 from kvjax.serving.batch import job as batch
-from kvjax.serving.batch.job import prepared, run_batch
+from kvjax.serving.batch.files import Reading, numbered
+from kvjax.serving.batch.job import prepared, run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse, read
 from kvjax.serving.batch.setup import pages_of_job
 from kvjax.serving.bodies import prompt_ids
@@ -21,6 +27,7 @@ from kvjax.serving.server.options import ServerOptions
 from kvjax.text.token_bounds import longest_token
 
 LONG = "amber basil coral " * 100_000  # 1.8 million characters
+GOOD = b'{"id": "good", "prompt": "amber", "max_new_tokens": 2}\n'
 
 
 @pytest.fixture
@@ -110,3 +117,49 @@ def test_a_long_record_is_answered_with_the_others(engine, model, monkeypatch, r
     found = [*run_batch(records, engines, slots=3)]
     assert {answer["id"]: answer for answer in found} == expected
     assert found[0]["id"] in (0, 1, 2), "short ones do not wait"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_of_a_line_that_is_too_long_little_is_in_memory(tmp_path, monkeypatch, packed):
+    """A few kilobytes of gzip can hold gigabytes in one line."""
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    path, size = tmp_path / "in.jsonl.gz", 64 << 20
+    with gzip.open(path, "wb", 1) if packed else open(path, "wb") as file:
+        file.write(GOOD)
+        for _ in range(64):
+            file.write(b"a" * (1 << 20))
+        file.write(b"\n" + GOOD)
+    tracemalloc.start()
+    found = list(numbered(path))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [number for number, _, _ in found] == [1, 2, 3]
+    assert [offset for _, offset, _ in found] == [0, len(GOOD), len(GOOD) + size + 1]
+    assert (found[0][2], found[2][2]) == (GOOD, GOOD)
+    assert most < 16 << 20
+    assert list(numbered(path, 3, found[2][1])) == found[2:]
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1, 300])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n" + GOOD])
+def test_a_line_that_is_too_long_is_an_error_of_its_own(engine, tmp_path, monkeypatch, over, end):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(files, "PIECE", 7)
+    begin = b'{"id": "long", "max_new_tokens": 2, "prompt": "'
+    line = begin + b"x" * (200 + over - len(begin) - 2 - len(end[:1])) + b'"}' + end[:1]
+    content = GOOD.replace(b"good", b"first") + line + end[1:]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(content)
+    reading = Reading(source)
+    list(reading.records(Defaults()))
+    assert reading.described()["input with SHA-256"] == hashlib.sha256(content).hexdigest()
+    assert reading.described()["input bytes"] == len(content)
+    run_file(source, out, engine)
+    first, second, *others = map(json.loads, out.read_text().splitlines())
+    assert (first["id"], first["error"]) == ("first", None)
+    if over > 0:
+        assert (second["id"], second["error"]) == (2, f"the line has {200 + over} bytes, and at most 200 are read")
+    else:
+        assert second["id"] == "long"
+        assert "bytes, and at most" not in str(second["error"])
+    assert [(each["id"], each["error"]) for each in others] == ([("good", None)] if len(end) > 1 else [])

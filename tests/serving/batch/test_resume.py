@@ -77,6 +77,23 @@ def test_lines_may_be_added_at_the_end(engine, tmp_path, monkeypatch, end):
     assert found == lines(tmp_path / "out.jsonl")
 
 
+def test_the_file_of_another_job_that_took_its_place_stays(engine, tmp_path, monkeypatch):
+    """Its own was moved away meanwhile, and another job began one of the same name."""
+    write(tmp_path / "in.jsonl", RECORDS)
+    append, partial = Partial.append, tmp_path / "out.jsonl.partial"
+
+    def moved(self, result):
+        append(self, result)
+        if not (tmp_path / "moved").exists():
+            partial.rename(tmp_path / "moved")
+            partial.write_text("answers of another job\n")
+
+    monkeypatch.setattr(Partial, "append", moved)
+    job(tmp_path, engine)
+    assert [answer["id"] for answer in lines(tmp_path / "out.jsonl")] == ["r0", "r1", "r2", "r3"]
+    assert partial.read_text() == "answers of another job\n"
+
+
 def test_other_lines_are_refused(engine, tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", RECORDS, "")
     interrupt(monkeypatch, lambda: job(tmp_path, engine))

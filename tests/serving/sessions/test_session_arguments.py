@@ -50,6 +50,7 @@ IDS = (
     [[1]],
 )
 IDS += ([[1, 2]], np.zeros((2, 2), np.int32), np.array([1.5]), np.array(3))
+IDS += ([3, np.ma.masked], [np.ma.array(3, mask=True)], [3, np.ma.array([4], mask=[True])[0]])
 TEXTS = (["x"], 5, b"x", None, {}, ("x",), "\ud800", object())
 WRONG = {
     "timeout": TIMES,
@@ -67,6 +68,7 @@ WRONG = {
     "token": (5, b"x", True, "x\n", "Ü", ["x"]),
     "root_certificate": (5, "x", True),
     "heard": (5, "x", True, {}),
+    "active": (5, "x", True, {}),
 }
 SAMPLING = {
     "max_new_tokens": ("x", True, None, 1.5, -1, [1], math.nan, 2**70),
@@ -81,7 +83,6 @@ OTHERS = {
     "self",
     "sampling",
     "options",
-    "active",
     "throttle",
     "client",
     "session",
@@ -275,6 +276,29 @@ def test_a_call_that_cannot_be_queued_tells_its_caller(runtime, session, monkeyp
     monkeypatch.setattr(runtime._core, "in_turn", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         session.append([1])
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted, ZeroDivisionError])
+def test_a_call_that_is_interrupted_while_it_waits_is_never_done(runtime, kind):
+    """As it is with a timeout."""
+
+    def interrupted():
+        raise kind
+
+    with runtime.create([1, 2, 3]) as session:
+        held = session.generate(max_new_tokens=2, **NONE)  # nobody takes its end, so others wait
+        until(lambda: len(held._run.tokens) == 2)
+        sessions = runtime.gauges()["sessions"]
+        for call in (lambda: session.append([9], active=interrupted), lambda: session.fork(active=interrupted)):
+            with pytest.raises(kind):
+                call()
+        assert len(list(held)) == 2
+        assert session.info().history_tokens == 5
+        assert runtime.gauges()["sessions"] == sessions
 
 
 def test_a_runtime_with_wrong_options_leaves_its_folder_free(engine, tmp_path):

@@ -5,6 +5,7 @@ import array
 import contextlib
 import itertools
 import json
+import os
 import queue
 import shutil
 import socket
@@ -441,6 +442,29 @@ def test_zeros_that_a_loss_of_power_left_are_moved_away(zeros, tmp_path, caplog)
     with pytest.raises(ValueError, match="is damaged: tokens after the first 3"):
         list(journal.load())
     journal.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_of_its_own_is_named(tmp_path, kind):
+    """A pipe would be waited for without end, and tokens written to what a link leads to."""
+    other = tmp_path / "other"
+    journal = Journal(tmp_path / "state", "model")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2, 3]))
+    path = tmp_path / "state" / f"{'a' * 32}.session"
+    path.rename(other)
+    before = other.read_bytes()
+    path.symlink_to(other)
+    with pytest.raises(ResourceExhausted, match="could not be written to disk"):
+        journal.extend("a" * 32, [4])
+    journal.close()
+    if kind != "link":
+        path.unlink()
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    journal = Journal(tmp_path / "state", "model")
+    with pytest.raises(ValueError, match=f"{path} cannot be read: it is a link"):
+        list(journal.load())
+    journal.close()
+    assert other.read_bytes() == before
 
 
 def test_a_torn_end_of_a_session_is_kept_and_said(tmp_path, caplog):
