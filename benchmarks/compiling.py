@@ -98,6 +98,7 @@ def cold_row(
         raise ValueError(f"computed is {computed:,} tokens, and the prompt has only {prompt:,}")
     if hollow % chunk:
         raise ValueError(f"prompt - computed, {hollow:,} tokens that are skipped, must be a multiple of the chunk of {chunk:,}")
+    jax.config.update("jax_enable_compilation_cache", False)
     model = random_model(config)
     sizes = {"pages": pages_of(prompt + answer) + 1, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
     engine = FakeEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)

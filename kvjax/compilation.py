@@ -1,5 +1,5 @@
-"""How programs are compiled: those whose results are bits that others must find again, and those that compile in other
-threads.
+"""How programs are compiled: those whose results are bits that others must find again, those that compile in other
+threads, and the cache on disk from which a later process takes them.
 
 XLA may time several ways to compute a product or a sum when it compiles a program for a GPU, and take the fastest one.
 The ways round differently, and which one wins depends on what else the machine does. So two processes could get
@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
+import stat
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
+
+logger = logging.getLogger(__name__)
 
 FIXED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """Options of XLA. Devices other than GPUs ignore them."""
@@ -120,3 +126,46 @@ def _begun(calls: Iterable[functools.partial], pool: ThreadPoolExecutor) -> Iter
 def shape_of(shape: tuple[int, ...], dtype: Any, committed_to: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
     """In place of an array. committed_to: where it is; None: not committed to any device."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=committed_to)
+
+
+CACHE_FOLDER = ".cache/kvjax/programs"
+"""In the user's home: JAX's compilation cache, if the caller has chosen none."""
+
+CACHE_BYTES = 1 << 30
+"""Room for compiled programs there. Those that were used longest ago go first."""
+
+
+@functools.cache
+def use_compilation_cache() -> None:
+    """Let JAX keep compiled programs in `CACHE_FOLDER`, where a later process finds them. Several processes may share
+    it.
+
+    Nothing changes where the caller has chosen (`jax_compilation_cache_dir`, or `jax_enable_compilation_cache` False),
+    and where others could write to the folder, because JAX runs what lies there.
+    """
+    if not jax.config.jax_enable_compilation_cache or jax.config.jax_compilation_cache_dir:
+        return
+    folder = Path.home() / CACHE_FOLDER
+    try:
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = each.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                logger.warning("compiled programs are not kept: %s must be a folder of this user alone (chmod 700)", each)
+                return
+        _drop_incomplete(folder)
+    except (OSError, RuntimeError) as error:  # no home, no room, no right to write there
+        logger.info("compiled programs are not kept in %s: %s", folder, error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _drop_incomplete(folder: Path) -> None:
+    """Delete the programs that a process was writing when it was killed, which JAX would read, and never write again.
+    It writes the time of a program after the program, and holds the lock meanwhile."""
+    with filelock.FileLock(folder / ".lockfile", timeout=10):
+        for program in folder.glob("*-cache"):
+            if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
+                program.unlink(missing_ok=True)

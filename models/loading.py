@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from kvjax.axes import Shards, several_processes
+from kvjax.compilation import use_compilation_cache
 from kvjax.model.config import ModelConfig
 from kvjax.model.placement import place_tree
 from kvjax.model.weight_formats import FormatOf, place_of, scheme_of
@@ -140,6 +141,7 @@ def load(
     """
     if unknown:
         refuse(unknown)
+    use_compilation_cache()
     chosen = _chosen(dtype)
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
     adapters = ()

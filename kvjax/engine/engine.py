@@ -23,7 +23,7 @@ from kvjax.cache.page_manager import PageManager, pages_for
 from kvjax.cache.page_tables import table_width
 from kvjax.cache.pool import Layers, Pool, PoolStats
 from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
-from kvjax.compilation import CompileAhead
+from kvjax.compilation import CompileAhead, use_compilation_cache
 from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.call_lock import CallLock, guarded
 from kvjax.engine.capacity import Capacity
@@ -123,6 +123,7 @@ class Engine:
         mesh: Mesh | None = None,
         **stores: Unpack[StoreOptions],
     ):
+        use_compilation_cache()
         check_model(model, "Engine")
         check_mesh(mesh, stores)
         packed = parse_cache_format(cache_format, model.config.compute_dtype)

@@ -57,9 +57,20 @@ _traceback = contextvars.ContextVar("traceback", default=False)
 def options(
     version: Annotated[bool, option("Print the version and exit.", "--version")] = False,
     show_traceback: Annotated[bool, option("On an error, print the full traceback.", "--traceback")] = False,
+    compilation_cache: Annotated[
+        bool,
+        option(
+            "Keep compiled programs in ~/.cache/kvjax, so that a later start need not compile them. Give it before the command.",
+            "--compilation-cache/--no-compilation-cache",
+        ),
+    ] = True,
 ) -> None:
     """Long-context language-model inference in JAX: batch jobs, single prompts, sessions, scores and needle tests."""
     _traceback.set(show_traceback)
+    if not compilation_cache:
+        import jax
+
+        jax.config.update("jax_enable_compilation_cache", False)
     if version:
         from importlib.metadata import version as installed
 
