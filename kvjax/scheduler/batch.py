@@ -249,11 +249,6 @@ class ActiveBatch:
         self._stop_ids = frozenset().union(*(sample.stop_ids for sample in self._stepping))
         self._aside: list[Int32[np.ndarray, "B C"]] = []
 
-    @property
-    def has_stop_strings(self) -> bool:
-        """Whether one of them has stop strings. Only the host finds these."""
-        return any(sample.sampling.stop for sample in self._stepping)
-
     def launched(self, steps: int = 1) -> None:
         """So many steps of all samples were launched. A sample takes no more than it has left."""
         self.steps = max(0, self.steps - steps)
@@ -323,7 +318,7 @@ class Batch:
     def __init__(self, policy: DecodePolicy, size: int, vocab_size: int, *, loops: bool = False):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
         self._left = jax.device_put(np.zeros(size, np.int32)) if loops else None
-        self._told: set[str] = set()  # why steps are launched one by one, as the log says once
+        self._told = False  # the log has said why steps are launched one by one
         self._stop_ids: Int[Array, "B S"] | None = None
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
@@ -354,7 +349,8 @@ class Batch:
 
     def group(self, steps: int = 1) -> DecodeGroup | None:
         """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some
-        sample has as many tokens left, and no stop string may end one."""
+        sample has as many tokens left. A stop string ends a sample when the host has read the launch; what the device
+        has made behind it is dropped."""
         if not self._active.steps:
             self._active.close()
             self._active = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
@@ -371,21 +367,16 @@ class Batch:
 
     def _launch(self, steps: int) -> Launch:
         active = self._active
-        if steps > 1 and (reason := self._why_single()) is not None:
-            if reason not in self._told:
-                logger.warning("decode steps of %s are launched one by one, not %d at once: %s", self.policy, steps, reason)
-                self._told.add(reason)
+        if steps > 1 and not takes_several(self.policy):
+            if not self._told:
+                said = "decode steps of %s are launched one by one, not %d at once: the host gives pages back between steps"
+                logger.warning(said, self.policy, steps)
+                self._told = True
             steps = 1
         if active.left.max() < steps:
             steps = 1
         written = steps if active.steps >= steps else np.minimum(active.left, steps)
         return Launch(steps, Ends(self._left, self._stop_ids), written)
-
-    def _why_single(self) -> str | None:
-        """Why the host has to see each step of these samples, if it has to."""
-        if not takes_several(self.policy):
-            return "the host gives pages back between steps"
-        return "a request has stop strings, which the host looks for after each step" if self._active.has_stop_strings else None
 
     def launched(self, decoded: Decoded) -> PendingStep:
         """The step of `group` was launched, or its steps."""

@@ -257,8 +257,7 @@ SeedOption = Annotated[int, option("Seed of random draws.", **whole(0, 2**32 - 1
 StepsPerLaunchOption = Annotated[
     int,
     option(
-        "Decode steps that the device runs without the host, 1 to 16. Answers do not depend on it. While a record with stop strings runs, "
-        "and with heavy:K, it is 1.",
+        "Decode steps that the device runs without the host, 1 to 16. Answers do not depend on it. With heavy:K it is 1.",
         panel=DEVICES,
         **whole(most=16),
     ),

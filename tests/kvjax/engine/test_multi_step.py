@@ -261,17 +261,85 @@ def test_one_step_where_the_host_is_needed(launched, caplog):
             engine.step(StepPlan((dataclasses.replace(group, launch=launch, policy=policy),)))
 
 
-@pytest.mark.long
-def test_stop_strings_are_looked_for_after_every_step(speaker, launched, caplog):
+def test_a_stop_string_ends_an_answer_in_the_middle_of_a_launch(speaker, launched):
     engine = engine_of(speaker)
-    scheduler = Scheduler(engine, slots=4, steps_per_launch=4)
-    whole = answers(engine, [asked("a tale", 30)])[0]
-    handle = scheduler.submit(asked("a tale", 30, stop=(whole.text[10:13],)))
+    (whole,) = answers(engine, [asked("a tale", 30)])
+    request = asked("a tale", 30, stop=(whole.text[10:13],))
+    (alone,) = answers(engine, [request])
+    launched.clear()
+    (found,) = answers(engine, [request], 4)
+    assert found == alone
+    assert (found.finish_reason, found.text) == ("stop", whole.text[: whole.text.index(whole.text[10:13])])
+    assert 4 in launched
+    assert not engine.sequences
+
+
+def draw_history(engine, seed):
+    """Requests that come at random times. Most have stop strings that their answers hold somewhere."""
+    draw = np.random.default_rng(seed)
+    prompts = ["".join(map(chr, draw.integers(32, 127, draw.integers(3, 70)))) for _ in range(draw.integers(2, 7))]
+    prompts += [prompts[0] + "and so on"]
+    given = [
+        {"temperature": float(draw.choice([0.0, 1.0])), "seed": int(draw.integers(9)), "n": int(draw.choice([1, 1, 3])), "logprobs": True}
+        | ({"repetition_penalty": 1.3} if draw.random() < 0.3 else {})
+        for _ in prompts
+    ]
+    policies = draw.choice(list(engine.policy_names), len(prompts)).tolist()
+    lengths = draw.integers(1, 40, len(prompts)).tolist()
+    requests = [Request(each, Sampling(n, **more), policy=policy) for each, n, more, policy in zip(prompts, lengths, given, policies)]
+    for number, (request, whole) in enumerate(zip(requests, answers(engine, requests), strict=True)):
+        if draw.random() < 0.8 and len(whole.text) > 3:
+            at = int(draw.integers(len(whole.text) - 2))
+            stop = (whole.text[at : at + int(draw.integers(1, 4))], "never said")
+            requests[number] = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=stop))
+    return requests, draw.integers(0, 6, len(requests)).tolist()
+
+
+def run_history(engine, history, steps):
+    """The completions, and every token with its text, request by request."""
+    heard = {}
+    scheduler = Scheduler(
+        engine,
+        slots=4,
+        steps_per_launch=steps,
+        on_token=lambda request, token, text: heard.setdefault(id(request), []).append((token, text)),
+    )
+    requests, waits = history
+    handles = []
+    for request, wait in zip(requests, waits, strict=True):
+        handles.append(scheduler.submit(request))
+        for _ in range(wait if steps == 1 else wait // 2):
+            scheduler.step()
     finish(scheduler)
-    assert handle.completion.finish_reason == "stop"
-    assert handle.completion == answers(engine, [handle.request])[0]
-    assert set(launched) == {1}
-    assert "one by one, not 4 at once: a request has stop strings" in caplog.text
+    scheduler.close()
+    return [each.completion for each in handles], [sorted(heard.get(id(each), [])) for each in requests]
+
+
+@pytest.mark.quick_but("reuse-few", "int8-few")
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 350), marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "options",
+    [{"reuse": "any"}, {"policies": ("dense", "window:16+48", "quest:1"), "pages": 20}, {"cache_format": "int8"}],
+    ids=["reuse", "policies, few pages", "int8"],
+)
+def test_histories_do_not_depend_on_the_steps_per_launch(speaker, options, seeds):
+    """Stop strings, penalties, several samples, preemption, prompts that come while others run."""
+    engines, stopped = [engine_of(speaker, **options) for _ in range(4)], 0
+    for seed in seeds:
+        history = draw_history(engines[0], seed)
+        expected, texts = run_history(engines[0], history, 1)
+        stopped += sum(each.finish_reason == "stop" for each in expected)
+        for engine, steps in zip(engines[1:], (2, 8, 16), strict=True):
+            found, said = run_history(engine, history, steps)
+            assert [dataclasses.replace(each, found_tokens=0, choices=()) for each in found] == [
+                dataclasses.replace(each, found_tokens=0, choices=()) for each in expected
+            ], f"history {seed}, {steps} steps"
+            assert [[each.token_ids for each in one.choices] for one in found] == [
+                [each.token_ids for each in one.choices] for one in expected
+            ]
+            assert said == texts
+            assert not engine.sequences
+    assert stopped > len(seeds)
 
 
 def test_pages_for_several_steps_are_not_needed_for_one(launched):
