@@ -310,6 +310,11 @@ class PendingStep:
         """How many steps it is."""
         return 1 if self.packed.ndim == 2 else self.packed.shape[0]
 
+    def wait(self) -> Int32[np.ndarray, "*N B C"]:
+        """Wait for the tokens."""
+        self.packed = np.asarray(self.packed)
+        return self.packed
+
 
 class Batch:
     """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs. loops:
@@ -416,7 +421,7 @@ def read(pending: PendingStep, *, listening: bool) -> tuple[list[tuple[Sample, i
     was read one by one (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed
     a page that no frame holds.
     """
-    packed, taken, ended = np.asarray(pending.packed), [], False
+    packed, taken, ended = pending.wait(), [], False
     for number, step in enumerate(packed if packed.ndim == 3 else packed[None], start=1):
         found, has_ended = _read_step(pending, step, ends=number >= pending.left, listening=listening)
         taken += found

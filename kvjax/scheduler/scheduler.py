@@ -19,14 +19,15 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.axes import several_processes
-from kvjax.cache import MAX_STEP_TOKENS, OutOfPages
+from kvjax.cache import OutOfPages
 from kvjax.checks import optional_function, whole_number
 from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
@@ -36,6 +37,7 @@ from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.engine.steps import sample_first
 from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.batch import Batch, Handle, PendingStep, RequestState, Sample, order, read
+from kvjax.scheduler.launch_size import LaunchSize
 from kvjax.scheduler.prefill_budget import PrefillBudget
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.text.detokenizer import CONTEXT, TextStream
@@ -65,8 +67,8 @@ class Scheduler:
     empty, for callers that read token ids only; requests with stop strings have theirs all the same. steps_per_launch:
     how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
-    (docs/scheduling.md). While a request with a penalty runs, the tokens of every slot are counted on the device, in
-    `[bucket, V]` int32.
+    (docs/scheduling.md). "auto": eight where the device waits for the host, by their measured times, else one. While a
+    request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has
     no limit; `waiting` says how many wait, for callers that limit it. Use it from one thread at a time, as the engine,
@@ -84,7 +86,7 @@ class Scheduler:
         on_prefill: Callable[[int], None] | None = None,
         on_short: Callable[[CachedSequence | None], bool] | None = None,
         texts: bool = True,
-        steps_per_launch: int = 1,
+        steps_per_launch: int | Literal["auto"] = 1,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
@@ -100,7 +102,7 @@ class Scheduler:
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
-        self.steps_per_launch = whole_number("steps_per_launch", steps_per_launch, 1, MAX_STEP_TOKENS + 1)
+        self._launches = LaunchSize(steps_per_launch)
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
@@ -119,7 +121,7 @@ class Scheduler:
         if self._together is not None:
             if on_short is not None:
                 raise ValueError("on_short decides in one process alone: leave it out where the first of several processes leads")
-            options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy, "steps_per_launch": self.steps_per_launch}
+            options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy, "steps_per_launch": steps_per_launch}
             self._together.add(self, options, listening=on_token is not None)
 
     def __repr__(self) -> str:
@@ -192,6 +194,8 @@ class Scheduler:
             with self.engine.guard, self._call("step"):
                 try:
                     self._admit()
+                    if self._prefilling is not None:
+                        self._launches.interrupted()
                     if self._gap is not None or self._prefilling is None:
                         self._slices = self._launch()
                 finally:  # a later step would give tokens to samples that ended in this one
@@ -355,7 +359,7 @@ class Scheduler:
         samplings = [sampling, *(each.sampling for each in others)]
         longest = max([state.prompt_tokens, *(each.sequence.length for each in others)])
         samplings += [None] * (self._bucket - len(samplings))
-        launches = (self.steps_per_launch, 1) if self.steps_per_launch > 1 else ()
+        launches = (self._launches.most, 1) if self._launches.most > 1 else ()
         self.engine.compile_ahead(state.policy, state.sequence, longest + 1, samplings, launches)
 
     # Samples
@@ -395,7 +399,7 @@ class Scheduler:
         """Give a sample a slot of its policy's batch. It continues with its latest token."""
         policy = sample.state.policy
         if policy not in self._batches:
-            loops = self.steps_per_launch > 1
+            loops = self._launches.most > 1
             self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size, loops=loops)
         self._batches[policy].put(sample, token, self._counts(sample))
 
@@ -421,7 +425,8 @@ class Scheduler:
         """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many
         slices were launched."""
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
-        steps = 1 if self._single_step or starting else self.steps_per_launch
+        steps = self._launches.steps if self._together is None else self._together.first(self._launches.steps)
+        steps = 1 if self._single_step or starting else steps
         groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
         if not groups:
             self._read()
@@ -464,7 +469,13 @@ class Scheduler:
     def _read(self) -> None:
         """Wait for the tokens in flight, and give them to their samples."""
         pending, self._pending = self._pending, []
-        steps = [step for step in pending if step.active is not None]
+        steps, began = [step for step in pending if step.active is not None], time.perf_counter()
+        for step in pending:
+            step.wait()
+        if steps:
+            self._launches.read(steps[-1].steps, time.perf_counter() - began)
+        else:
+            self._launches.interrupted()
         for step in pending:
             taken, ended = read(step, listening=self.on_token is not None)
             self._ended = self._ended or ended
@@ -532,7 +543,7 @@ class Scheduler:
         for sample in ended:
             if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
                 sequence, known = sample.sequence, sample.state.prompt_tokens + len(sample.ids) - 1
-                if self.steps_per_launch > 1 and known < sequence.length:
+                if self._launches.most > 1 and known < sequence.length:
                     sequence.length = known  # it has ended on the device, in the middle of a launch
                 sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)

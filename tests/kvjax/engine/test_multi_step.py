@@ -1,6 +1,7 @@
 """Several decode steps in one launch give the bits of as many launches of one step, wherever rows end."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
 from kvjax.engine.steps import StepInputs, StepStatic
 from kvjax.policies.decode import parse
 from kvjax.scheduler.batch import ActiveBatch
+from kvjax.scheduler.launch_size import LaunchSize
 from pallas_kernels.collectives.preparation import prepared
 
 pytestmark = pytest.mark.bits
@@ -286,7 +288,9 @@ def draw_history(engine, seed):
     ]
     policies = draw.choice(list(engine.policy_names), len(prompts)).tolist()
     lengths = draw.integers(1, 40, len(prompts)).tolist()
-    requests = [Request(each, Sampling(n, **more), policy=policy) for each, n, more, policy in zip(prompts, lengths, given, policies)]
+    requests = [
+        Request(each, Sampling(n, **more), policy=policy) for each, n, more, policy in zip(prompts, lengths, given, policies, strict=True)
+    ]
     for number, (request, whole) in enumerate(zip(requests, answers(engine, requests), strict=True)):
         if draw.random() < 0.8 and len(whole.text) > 3:
             at = int(draw.integers(len(whole.text) - 2))
@@ -322,14 +326,17 @@ def run_history(engine, history, steps):
     [{"reuse": "any"}, {"policies": ("dense", "window:16+48", "quest:1"), "pages": 20}, {"cache_format": "int8"}],
     ids=["reuse", "policies, few pages", "int8"],
 )
-def test_histories_do_not_depend_on_the_steps_per_launch(speaker, options, seeds):
-    """Stop strings, penalties, several samples, preemption, prompts that come while others run."""
+def test_histories_do_not_depend_on_the_steps_per_launch(speaker, options, seeds, monkeypatch):
+    """Stop strings, penalties, several samples, preemption, prompts that come while others run. "auto" changes its mind
+    at random."""
     engines, stopped = [engine_of(speaker, **options) for _ in range(4)], 0
     for seed in seeds:
         history = draw_history(engines[0], seed)
         expected, texts = run_history(engines[0], history, 1)
         stopped += sum(each.finish_reason == "stop" for each in expected)
-        for engine, steps in zip(engines[1:], (2, 8, 16), strict=True):
+        sizes = itertools.cycle(np.random.default_rng(seed).choice([1, 8], 50).tolist())
+        monkeypatch.setattr(LaunchSize, "read", lambda size, steps, waited, sizes=sizes: size.auto and setattr(size, "steps", next(sizes)))
+        for engine, steps in zip(engines[1:], (2, "auto", 16), strict=True):
             found, said = run_history(engine, history, steps)
             assert [dataclasses.replace(each, found_tokens=0, choices=()) for each in found] == [
                 dataclasses.replace(each, found_tokens=0, choices=()) for each in expected
