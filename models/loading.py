@@ -299,7 +299,8 @@ def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor]
             if own is not None:
                 placed = _with_piece(placed, w, start, pack(rows, own, w.name))
             elif len(rows) == w.shape[0]:
-                placed = jnp.asarray(rows).astype(dtype)
+                # jnp.asarray would compile a program for every shape. A copy: rows may be those of a mapped file.
+                placed = jax.device_put(rows, may_alias=False).astype(dtype)
             else:
                 placed = _write_rows(jnp.zeros(w.shape, dtype) if placed is None else placed, rows, np.int32(start))
             jax.block_until_ready(placed)

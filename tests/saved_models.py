@@ -171,7 +171,7 @@ def _leaf(name, shape, config, rng):
         found = one + 0.3 * noise
     else:
         found = noise * (1.4 / shape[1] ** 0.5 if len(shape) == 2 else 0.4)
-    return jnp.asarray(np.asarray(found, np.float32).astype(jnp.dtype(config.compute_dtype)))
+    return jax.device_put(np.asarray(found, np.float32).astype(jnp.dtype(config.compute_dtype)))
 
 
 def random_saved(family, format, number=0):
@@ -205,7 +205,7 @@ def _packed(shape, own, rng):
     else:
         codes = rng.uniform(-largest, largest, shape)
     codes = np.asarray(codes, np.float32).astype(jnp.dtype(DTYPES[own.codes]))
-    return PackedMatrix(jnp.asarray(codes), jnp.asarray(scales.astype(own.scale_dtype)), format=own)
+    return PackedMatrix(*jax.device_put((codes, scales.astype(own.scale_dtype))), format=own)
 
 
 def save_case(model, ids, folder):

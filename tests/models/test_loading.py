@@ -62,6 +62,21 @@ def test_golden_models_go_round_in_the_same_bytes(case, tmp_path):
     assert same_params(again.params, model.params)
 
 
+def test_loading_weights_in_the_wanted_type_compiles_no_program(tmp_path):
+    """Of shapes that no other test has: a program for each would take more than reading it."""
+    model, compiled = random_model(config=altered(LEAST, intermediate_size=27, vocab_size=43)), []
+    save(model, tmp_path / "saved")
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **named: compiled.append(named) if event.endswith("backend_compile_duration") else None
+    )
+    try:
+        again = load(tmp_path / "saved", dtype=jnp.float32, tokenizer=False)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
+    assert same_params(again.params, model.params)
+
+
 def test_shards(tmp_path):
     model = random_model()
     save(model, tmp_path / "shards", max_shard_bytes=4000)

@@ -129,7 +129,7 @@ def test_each_tile_is_attended_to_once_as_a_whole(count):
     def on_device(x):
         return sequence_parallel.whole_rows(shards, sequence_parallel.by_tiles(shards, attends, x, ctx, 24))
 
-    found = shards.run(on_device, (query,), (PartitionSpec(),), PartitionSpec())
+    found = jax.jit(lambda query: shards.run(on_device, (query,), (PartitionSpec(),), PartitionSpec()))(query)
     padded = np.pad(query, ((0, 0), (0, -count % 24), (0, 0), (0, 0)))
     assert np.array_equal(found, attends(padded, ctx)[:, :count])
     assert seen[0] == 24, "three tiles, two, or one: a device has one at most"
@@ -390,7 +390,8 @@ def test_own_pages_are_those_of_one_device_and_none_is_lost(context, later):
         return own[None], tokens[None]
 
     whole, each = PartitionSpec(), PartitionSpec("context")
-    own, tokens = map(np.asarray, shards.run(on_device, (table, lengths, first), (whole,) * 3, (each, each)))
+    run = jax.jit(lambda *given: shards.run(on_device, given, (whole,) * 3, (each, each)))  # one program, not one for each operation
+    own, tokens = map(np.asarray, run(table, lengths, first))
     assert own.shape == (context, len(lengths), width // context + 1)
     for device, row in itertools.product(range(context), range(len(lengths))):
         mine = [each % pages for each in table[row, : held[row, 0]] if each // pages == device]
