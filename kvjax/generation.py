@@ -17,6 +17,7 @@ from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_
 from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
+from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.scheduler.scheduler import DEFAULT_SLOTS, Scheduler
 from kvjax.text.tokenization import Prompt, encode, one_by_one
@@ -31,7 +32,7 @@ def run(
     slots: int | None = None,
     on_token: OnToken | None = None,
     on_prefill: Callable[[int], None] | None = None,
-    steps_per_launch: int = 1,
+    steps_per_launch: StepsPerLaunch = 1,
 ) -> Iterator[tuple[Request, Completion]]:
     """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its
     completion as it finishes.

@@ -8,6 +8,8 @@ from typing import Literal
 from kvjax.cache import MAX_STEP_TOKENS
 from kvjax.checks import whole_number
 
+StepsPerLaunch = int | Literal["auto"]
+
 SEVERAL = 8
 """Steps of a launch that "auto" makes where the host is the slower part."""
 
@@ -24,7 +26,7 @@ class LaunchSize:
     several gain nothing.
     """
 
-    def __init__(self, steps: int | Literal["auto"]):
+    def __init__(self, steps: StepsPerLaunch):
         self.auto = steps == "auto" and isinstance(steps, str)
         if not self.auto and isinstance(steps, str):
             raise ValueError(f"steps_per_launch must be a whole number from 1 to {MAX_STEP_TOKENS}, or 'auto', got {steps!r}")

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -37,7 +37,7 @@ from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.engine.steps import sample_first
 from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.batch import Batch, Handle, PendingStep, RequestState, Sample, order, read
-from kvjax.scheduler.launch_size import LaunchSize
+from kvjax.scheduler.launch_size import LaunchSize, StepsPerLaunch
 from kvjax.scheduler.prefill_budget import PrefillBudget
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.text.detokenizer import CONTEXT, TextStream
@@ -86,7 +86,7 @@ class Scheduler:
         on_prefill: Callable[[int], None] | None = None,
         on_short: Callable[[CachedSequence | None], bool] | None = None,
         texts: bool = True,
-        steps_per_launch: int | Literal["auto"] = 1,
+        steps_per_launch: StepsPerLaunch = 1,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")

@@ -34,6 +34,7 @@ from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.scheduler.data_parallel import engines_of
+from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.scheduler.request import OnToken, Request
 from kvjax.serving.batch.file_jobs import FileJob, complete, work_of
 from kvjax.serving.batch.records import Defaults, Record, read, request_of
@@ -57,7 +58,7 @@ def run_batch(
     slots: int | None = None,
     defaults: Defaults = Defaults(),  # noqa: B008
     on_token: OnToken | None = None,
-    steps_per_launch: int = 1,
+    steps_per_launch: StepsPerLaunch = 1,
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it
     completes.
@@ -85,7 +86,7 @@ def run_file(
     overwrite: bool = False,
     console: Console | None = None,
     stores: bool = False,
-    steps_per_launch: int = 1,
+    steps_per_launch: StepsPerLaunch = 1,
     continue_anyway: bool = False,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing
@@ -115,7 +116,7 @@ def run_records(
     slots: int | None = None,
     console: Console | None = None,
     stores: bool = False,
-    steps_per_launch: int = 1,
+    steps_per_launch: StepsPerLaunch = 1,
     setup: Setup | None = None,
 ) -> Summary:
     """`run_file` for a job whose records were read. setup: what made the engines, for what messages call it."""

@@ -16,6 +16,7 @@ from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
 from kvjax.scheduler.data_parallel import meshes_of, replicas
+from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.serving.batch.records import Record, request_of
 from kvjax.serving.xla_flags import allow_host_pages, allow_pinned
 from kvjax.text.token_bounds import LONG, check_text
@@ -46,7 +47,7 @@ class Setup:
     policy: str | None = None
     prefill: str | None = None
     slots: int = 8
-    steps_per_launch: int = 1
+    steps_per_launch: StepsPerLaunch = 1
     pages: int | None = None
     page_size: int = 128
     prefill_chunk: int = PREFILL_CHUNK

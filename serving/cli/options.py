@@ -37,17 +37,19 @@ MAX_BATCH = 2**16
 """The most sequences decoded together: far more than any device holds, but few enough for a quick error."""
 
 
-def whole(least: int = 1, most: int = LARGEST) -> Any:
-    """Arguments of typer.Option for whole numbers from `least` to `most`."""
+def whole(least: int = 1, most: int = LARGEST, *, auto: bool = False) -> Any:
+    """Arguments of typer.Option for whole numbers from `least` to `most`. auto: this word, too."""
 
-    def parsed(text: object) -> int:
+    def parsed(text: object) -> int | str:
         word = str(text)
+        if auto and word == "auto":
+            return word
         # Python's int() refuses thousands of digits with a message of its own, and takes 1_000.
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", word) or not least <= int(word) <= most:
-            raise typer.BadParameter(f"must be a whole number from {least} to {most}, got {word}")
+            raise typer.BadParameter(f"must be a whole number from {least} to {most}{', or auto' if auto else ''}, got {word}")
         return int(word)
 
-    return {"parser": parsed, "metavar": "<int>"}
+    return {"parser": parsed, "metavar": "<int or auto>" if auto else "<int>"}
 
 
 def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
@@ -255,11 +257,12 @@ CacheFormatOption = Annotated[
 TextOption = Annotated[list[Path] | None, option("Text file; may be given several times. [default: Python's own documentation]")]
 SeedOption = Annotated[int, option("Seed of random draws.", **whole(0, 2**32 - 1))]
 StepsPerLaunchOption = Annotated[
-    int,
+    Any,
     option(
-        "Decode steps that the device runs without the host, 1 to 16. Answers do not depend on it. With heavy:K it is 1.",
+        "Decode steps that the device runs without the host, 1 to 16, or auto: 8 where the device waits for the host. Answers do not "
+        "depend on it. With heavy:K it is 1.",
         panel=DEVICES,
-        **whole(most=16),
+        **whole(most=16, auto=True),
     ),
 ]
 TensorOption = Annotated[int, option("Devices over which heads, MLPs and the vocabulary are split.", panel=DEVICES, **whole(most=2**12))]
