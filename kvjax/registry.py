@@ -143,7 +143,7 @@ class Registry:
         word, colon, args = name.partition(":")
         # Python's int() refuses thousands of digits with a message of its own.
         form = re.fullmatch(r"[a-z-]+:(.*)", name)
-        if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![0-9.])[0-9]+", form[1])):
+        if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![\d.])\d+", form[1])):
             raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest possible: name a smaller one")
         try:
             if home := _homes.get((self.kind, word)):

@@ -193,7 +193,8 @@ def _sorted(file: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, Stored]
     """The tensors of an adapter's file, as `Adapter` has them. ValueError for a type that cannot be read, and for half
     a pair."""
     modules: dict[str, dict[str, Stored]] = {}
-    whole, below = {}, {}
+    whole: dict[str, Stored] = {}
+    below: dict[str, Stored] = {}
     for name, stored in file_tensors(file).items():
         if stored.dtype not in DTYPES:
             raise ValueError(f"{file}: {name:.200} is stored in {stored.dtype:.50}; supported: {', '.join(DTYPES)}")
@@ -203,10 +204,12 @@ def _sorted(file: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, Stored]
         # Some versions of peft end the name of magnitudes in .weight.
         found = _PARTS.fullmatch(own.removesuffix(".weight") if own.endswith("lora_magnitude_vector.weight") else own)
         if found:
-            modules.setdefault(found["module"], {})[found["part"]] = stored
+            kind, key = modules.setdefault(found["module"], {}), found["part"]
         else:  # a bias below an adapter is trained, and a matrix there is a copy
-            kind = below if own.endswith(".base_layer.weight") else whole
-            kind[own.replace(".base_layer.", ".")] = stored
+            kind, key = below if own.endswith(".base_layer.weight") else whole, own.replace(".base_layer.", ".")
+        if key in kind:
+            raise ValueError(f"{file}: {name:.200} and {kind[key].name:.200} are the same tensor under two names; {AGAIN}")
+        kind[key] = stored
     if not modules and not whole:
         raise ValueError(f"{file} holds no tensors of an adapter; {AGAIN}")
     for module, parts in modules.items():

@@ -129,7 +129,7 @@ def chat_ids(
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
     reserved = {"messages", "conversations", "self", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    for name in reserved & template_options.keys():
+    for name in sorted(reserved & template_options.keys()):  # a job that goes on says the same
         raise ValueError(f"chat_template_kwargs may hold only variables of the model's chat template, and {name!r} is not one")
     _check_texts("chat_template_kwargs", template_options)
     given = list(checked_messages(messages))

@@ -4,6 +4,7 @@ parsers share."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from pallas_kernels.core.matrices import MatrixFormat
 
 Fields = Mapping[str, Any]
 
+MATCHING_SECONDS = 60.0
+"""How long the entries of one checkpoint's rules may be compared with names of modules, all together. Each match ends
+after a second, but rules may have thousands of entries."""
 REMEDY = "load the checkpoint that it was quantized from, with weights='int8', 'fp8' or 'int4' if it should be small"
 
 
@@ -38,6 +42,23 @@ class Rule:
     zeros: bool = True
 
 
+class Matching:
+    """Compares entries of rules with names of modules, and counts the seconds."""
+
+    def __init__(self):
+        self._seconds = 0.0
+
+    def __call__(self, matches: Callable[[str, str], bool], entry: str, name: str) -> bool:
+        """Whether an entry matches. ValueError when all of them together have taken too long."""
+        began = time.monotonic()
+        found = matches(entry, name)
+        self._seconds += time.monotonic() - began
+        if self._seconds > MATCHING_SECONDS:
+            said = f"its regular expressions take too long, {entry!r:.200} among them: correct them, or download the model again"
+            raise ValueError(f"config.json: quantization_config: {said}")
+        return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Published:
     """Which matrices of a checkpoint are packed. ignore: modules that are not, as `Rule.targets`, or as prefixes and
@@ -50,6 +71,7 @@ class Published:
     loose: bool = False
     tables: frozenset[str] = frozenset()
     prefixes: tuple[tuple[str, str], ...] = ()
+    matching: Matching = dataclasses.field(default_factory=Matching, compare=False, repr=False)
 
     def rule_of(self, module: str) -> Rule | None:
         """How a module's matrix is packed, if it is; None: no rule names it. module: its name in the family's own
@@ -63,7 +85,7 @@ class Published:
         """Whether an entry matches one of the names that a module has in checkpoints of this family."""
         tensor = f"{module}."
         others = [outer + tensor.removeprefix(own) for outer, own in self.prefixes if tensor.startswith(own)]
-        return any(matches(entry, name.removesuffix(".")) for name in (tensor, *others) for entry in entries)
+        return any(self.matching(matches, entry, name.removesuffix(".")) for name in (tensor, *others) for entry in entries)
 
     def format_of(self, name: str, key: str, shape: tuple[int, ...]) -> MatrixFormat | None:
         """The format of a parameter in memory, by config.json alone; None: an array. name: the tensor's. key: the

@@ -12,6 +12,8 @@ import pytest
 from damaged_checkpoints import as_bytes, as_header, as_json, put
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load as load_numpy
+from safetensors.numpy import save_file
 
 from kvjax.models import load
 from kvjax.models.adapter_files import open_adapters
@@ -80,6 +82,17 @@ def test_the_originals_load(tmp_path):
 @given(case=damaged())
 def test_damaged_adapters(case, tmp_path_factory):
     check(tmp_path_factory.getbasetemp() / "damaged-adapter", *case)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    """Which of the two counts would depend on their order in the file."""
+    model, files = original("bias")
+    tensors = load_numpy(files[FILES[1]])
+    name = next(iter(tensors))
+    tensors[name.removeprefix("base_model.model.")] = tensors[name] * 2
+    (tmp_path / FILES[0]).write_bytes(files[FILES[0]])
+    save_file(tensors, tmp_path / FILES[1])
+    assert "are the same tensor under two names" in refusal(lambda: load(model, lora=str(tmp_path), tokenizer=False, dtype="float32"))
 
 
 @pytest.mark.long

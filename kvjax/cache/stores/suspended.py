@@ -8,13 +8,16 @@ is noticed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import tempfile
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -22,6 +25,8 @@ from kvjax.cache.stores.blocks import Stored
 
 RETRY_S = 60.0
 """After a failed write, the disk counts as full for so long."""
+PIECE = 1 << 20
+"""Bytes of a file that are read at once to see whether it can be read."""
 
 
 class SuspendedPages:
@@ -33,7 +38,7 @@ class SuspendedPages:
         self.on_host: OrderedDict[Hashable, Stored] = OrderedDict()
         self.on_disk: dict[Hashable, Stored] = {}
         self._brief: dict[Hashable, Stored] = {}
-        self._unread: dict[Hashable, dict[str, int]] = {}
+        self._unread: dict[Hashable, dict[str, tuple[int, BinaryIO]]] = {}  # checksums and files of those not read yet
         self.host_used = self.disk_used = 0
         self.limit(None)
 
@@ -64,10 +69,11 @@ class SuspendedPages:
         """The blocks of a sequence. ValueError if the disk gives back others than were written."""
         if (stored := self._brief.get(key) or self.on_host.get(key)) is not None:
             return stored
-        for name, checksum in self._unread.get(key, {}).items():
-            if _checksum(self.on_disk[key][name]) != checksum:
+        for name, (checksum, file) in self._unread.get(key, {}).items():
+            blocks = self.on_disk[key][name]
+            if not _is_whole(file, blocks.nbytes) or _checksum(blocks) != checksum:
                 raise ValueError(f"the disk gives back other pages of layer group {name} than were written: they are damaged")
-        self._unread.pop(key, None)
+        self._close(key)
         return self.on_disk[key]
 
     def drop(self, key: Hashable) -> None:
@@ -75,7 +81,11 @@ class SuspendedPages:
         self._brief.pop(key, None)
         self.host_used -= _bytes(self.on_host.pop(key, {}))
         self.disk_used -= _bytes(self.on_disk.pop(key, {}))
-        self._unread.pop(key, None)
+        self._close(key)
+
+    def _close(self, key: Hashable) -> None:
+        for _, file in self._unread.pop(key, {}).values():
+            file.close()
 
     def touch(self, key: Hashable) -> None:
         """A sequence was used: its blocks, if there are any, go to disk after those of others."""
@@ -113,24 +123,45 @@ class SuspendedPages:
         return 0 if self.folder is None or time.monotonic() < self._failed + RETRY_S else self.disk_bytes - self.disk_used
 
     def _to_disk(self, key: Hashable) -> None:
-        stored = self.on_host[key]
+        stored, files = self.on_host[key], {}
+        mapped: Stored = {}
         try:
-            mapped = {name: self._mapped(blocks) for name, blocks in stored.items()}
-        except OSError:
-            self._failed = time.monotonic()
+            for name, blocks in stored.items():
+                files[name] = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (closed when it was read)
+                mapped[name] = _mapped(files[name], blocks)
+        except BaseException as error:
+            for file in files.values():
+                with contextlib.suppress(OSError):  # a full disk has raised its error already
+                    file.close()
+            if isinstance(error, OSError):
+                self._failed = time.monotonic()
             raise
         self.drop(key)
-        self.on_disk[key], self._unread[key] = mapped, {name: _checksum(blocks) for name, blocks in stored.items()}
+        self.on_disk[key], self._unread[key] = mapped, {name: (_checksum(blocks), files[name]) for name, blocks in stored.items()}
         self.disk_used += _bytes(mapped)
         self.moved += 1
 
-    def _mapped(self, blocks: np.ndarray) -> np.ndarray:
-        if not blocks.size:
-            return blocks
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            file.write(np.ascontiguousarray(blocks).data)  # a full disk is an error here; a write through the map would end the process
-            file.flush()
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), blocks.dtype).reshape(blocks.shape)
+
+def _mapped(file: BinaryIO, blocks: np.ndarray) -> np.ndarray:
+    """Blocks that were written to a file, as its map. A full disk is an error here; a write through the map would end
+    the process."""
+    if not blocks.size:
+        return blocks
+    file.write(np.ascontiguousarray(blocks).data)
+    file.flush()
+    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), blocks.dtype).reshape(blocks.shape)
+
+
+def _is_whole(file: BinaryIO, size: int) -> bool:
+    """Whether all bytes of a file can be read. Where one cannot, because the disk fails or the file was cut, a read
+    through the map would end the process."""
+    piece, at = bytearray(PIECE), 0
+    try:
+        while count := os.preadv(file.fileno(), [piece], at):
+            at += count
+    except OSError:
+        return False
+    return at == size
 
 
 def _bytes(stored: Stored) -> int:

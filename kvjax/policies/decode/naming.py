@@ -108,5 +108,7 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
             f"policy {name!r:.80}: what follows +missed is a share above 0 and at most 1, then, if you like, how often steps are measured: "
             "write +missed0.02, or +missed0.02/8 for every 8th step"
         )
+    if _WATCHED.fullmatch(match["policy"]):  # thousands of them would be as many calls inside one another
+        raise ValueError(f"policy {name!r:.80} is watched already: give one share")
     policy = find(match["policy"])
     return None if policy is None else Watched(policy, share, int(match["every"] or EVERY))

@@ -1,5 +1,8 @@
 """Pages of suspended sequences: which go to disk, and what comes back."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -40,3 +43,18 @@ def test_every_read_of_pages_on_disk_is_checked(tmp_path):
         assert (store.get(bit)["full"] == blocks).all()
         store.drop(bit)
     assert not any(store.usage().values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="finds the file, which has no name, by its handle")
+def test_a_file_that_cannot_be_read_whole_is_damage_and_ends_no_process(tmp_path):
+    store = SuspendedPages()
+    store.limit(0, tmp_path, 1 << 20)
+    store.put("a", {"full": np.ones((4, 65536), np.uint8), "none": np.ones((0, 4), np.uint8)})
+    assert store.make_room(0)
+    held = [each for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each) and str(tmp_path) in os.readlink(each)]
+    for each in held:
+        os.truncate(each, 65536)
+    with pytest.raises(ValueError, match="other pages of layer group full"):
+        store.get("a")
+    store.drop("a")
+    assert not any(os.path.lexists(each) and str(tmp_path) in os.readlink(each) for each in held)

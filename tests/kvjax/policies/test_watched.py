@@ -316,6 +316,7 @@ def test_a_watched_policy_of_a_file_is_never_made_from_data(tmp_path):
         ("top:8+missed1.5", "above 0 and at most 1"),
         ("top:8+missed0.1/0", "every 8th step"),
         ("top:8+missed1+missed1", "watched already"),
+        ("top:8" + "+missed1" * 5000, "watched already"),
         ("heavy:8+missed0.1", "learns from attention"),
         ("window:64+64+release+missed0.1", "gives pages back"),
         ("window:128+64+remap+missed0.1", "counts positions in the cache"),

@@ -152,6 +152,11 @@ def test_texts_that_are_none_are_said():
         ([{"role": "assistant", "tool_calls": [nested]}], {}, "lists and objects of messages are nested too deeply"),
         ([{"role": "user", "content": "a"}], {"note": ["\ud800"]}, "chat_template_kwargs holds half of a surrogate pair"),
         ([{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF8FF)))}], {}, "all private characters of Unicode"),
+        (
+            [{"role": "user", "content": "a"}],
+            {"tools": [], "self": 1, "messages": [], "add_generation_prompt": 1},
+            "'add_generation_prompt' is",
+        ),
         ([{"role": "user", "content": "a"}], {"messages": []}, "may hold only variables of the model's chat template, and 'messages'"),
     ):
         with pytest.raises(ValueError, match=said):
