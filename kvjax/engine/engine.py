@@ -410,18 +410,24 @@ class Engine:
         self,
         policy: DecodePolicy,
         sequence: CachedSequence,
-        tokens: int,
+        tokens: tuple[int, int],
         samplings: Sequence[Sampling | None],
         launches: Sequence[int] = (),
     ) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the
         decode step of slots with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens:
-        of the longest sequence in the slots. launches: the numbers of steps of `decode_steps`, in place of the decode
-        step. Done once for each policy, number of slots and width of page tables."""
-        widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
-        for each in programs_of(policy):
-            if (key := (each, len(samplings), *widths.values())) not in self._compile_ahead:
-                self._compile_ahead.begin(key, functools.partial(self._warmup.after_prefill, each, sequence, widths, samplings, launches))
+        of the longest sequence in the slots, after the first step and at most; if it may outgrow the page tables of
+        that step, the step with the next larger ones, too. launches: the numbers of steps of `decode_steps`, in place
+        of the decode step. Done once for each policy, number of slots and width of page tables."""
+        first, last = tokens
+        outgrown = table_width(-(-first // self.page_size)) * self.page_size + 1
+        for length in (first, outgrown) if outgrown <= last else (first,):
+            widths = {group.name: table_width(-(-length // group.page_size)) for group in self.spec.groups}
+            for each in programs_of(policy):
+                if (key := (each, len(samplings), *widths.values())) not in self._compile_ahead:
+                    self._compile_ahead.begin(
+                        key, functools.partial(self._warmup.after_prefill, each, sequence, widths, samplings, launches)
+                    )
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:

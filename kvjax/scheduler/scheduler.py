@@ -358,9 +358,11 @@ class Scheduler:
         others = [] if batch is None else [each for each in batch.samples if each is not None]
         samplings = [sampling, *(each.sampling for each in others)]
         longest = max([state.prompt_tokens, *(each.sequence.length for each in others)])
+        ends = [state.prompt_tokens + sampling.max_new_tokens]
+        ends += [each.state.prompt_tokens + each.sampling.max_new_tokens for each in others]
         samplings += [None] * (self._bucket - len(samplings))
         launches = (self._launches.most, 1) if self._launches.most > 1 else ()
-        self.engine.compile_ahead(state.policy, state.sequence, longest + 1, samplings, launches)
+        self.engine.compile_ahead(state.policy, state.sequence, (longest + 1, max(ends)), samplings, launches)
 
     # Samples
 

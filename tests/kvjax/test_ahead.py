@@ -78,6 +78,17 @@ def test_a_step_of_other_tables_does_not_wait(compiled):
     assert compiled["decode_and_sample"] == ["call", "ahead"]
 
 
+def test_a_step_of_the_tables_that_an_answer_will_need_is_compiled_with_the_first(compiled):
+    """No step waits for it in the middle of the answer."""
+    engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    prompt = [1] * (16 * PAGE - 3)
+    (done,) = complete(engine, Request(prompt, Sampling(max_new_tokens=3)))
+    assert compiled["decode_and_sample"] == ["ahead"], "it ends within the tables"
+    (done,) = complete(engine, Request(prompt, Sampling(max_new_tokens=9)))
+    assert len(done.token_ids) == 9
+    assert compiled["decode_and_sample"] == ["ahead", "ahead"]
+
+
 @pytest.mark.long
 def test_other_samplings_compile_their_own(compiled):
     """The second request draws, which nobody could know when the first was prefilled."""
