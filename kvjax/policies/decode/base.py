@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from kvjax.model.layers import Rope
 from kvjax.model.rope import turned
 from pallas_kernels.attention.gather_attention import gather_attention
 from pallas_kernels.core.merge import merge_attention
+from pallas_kernels.core.messages import shown
 from pallas_kernels.core.soft_cap import Scale
 
 State = Any
@@ -236,7 +238,28 @@ def select_and_attend(
             f"policy {policy}: select must return (Blocks, state), or (None, state) to read every block; it returned ({kinds})"
         )
     blocks, state = selected
+    if blocks is not None:
+        _check_list(policy, blocks, query, layer, ctx)
     return attend_and_observe(policy, query, layer, ctx, blocks, state)
+
+
+def _check_list(policy: DecodePolicy, blocks: Blocks, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext) -> None:
+    """ValueError, with the place of the policy's `select`, unless its list has ids that a step can read."""
+    (batch, tokens), heads, ids = query.shape[:2], layer.pages.kv_heads, blocks.ids
+    shapes = [(batch, heads), (batch, tokens, heads)] + ([(batch, tokens)] if heads == 1 else [])
+    if not isinstance(ids, Array) or not ids.ndim or ids.shape[:-1] not in shapes or not ids.shape[-1]:
+        said = f"ids must be an array [B={batch}, K={heads}, W], or [B, T={tokens}, K, W] with a list for each query"
+        found = f"{ids.dtype}{list(ids.shape)}" if isinstance(ids, Array) else shown(ids)
+    elif ids.dtype != jnp.int32:
+        said, found = "ids must be int32", ids.dtype
+    elif ctx.page_size % blocks.block_size:
+        said, found = f"block_size must divide the page size {ctx.page_size}", blocks.block_size
+    else:
+        return
+    code = inspect.unwrap(type(policy).select).__code__
+    raise ValueError(
+        f"{code.co_filename}, line {code.co_firstlineno}: what select of policy {policy} lists cannot be read: {said}; got {found}"
+    )
 
 
 def attend_and_observe(

@@ -89,6 +89,8 @@ def rows_of_blocks(page_table: Int[Array, "B M"], ids: Int[Array, "B T K n"], pe
 def largest_blocks(scores: Float[Array, "B K S"], ctx: SelectContext, *, k: int, sink: int, local: int, block_size: int) -> Blocks:
     """Sink, local and the `k` distant blocks of the largest scores, per KV head, for a step of one token, as
     `pallas_kernels.select_blocks` lists them. The last `local` blocks always include those of the open page."""
+    if scores.ndim != 3:
+        raise ValueError(f"scores must be [B, K, S], got {list(scores.shape)}")
     always, first_local = (x[:, 0] for x in always_read(ctx, 1, block_size=block_size, sink=sink, local=local))
     block = jnp.arange(scores.shape[2], dtype=jnp.int32)
     return Blocks(_joined(largest(scores, (block >= sink) & (block < first_local), k), always), block_size)

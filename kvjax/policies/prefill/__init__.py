@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvjax.policies.prefill.bounds import BoundsBlocks
     from kvjax.policies.prefill.delta import delta_correction
     from kvjax.policies.prefill.dense import DensePrefill
+    from kvjax.policies.prefill.lists import TileLists
     from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
     from kvjax.policies.prefill.sink_window import SinkWindow
     from kvjax.policies.prefill.top_tokens import TopTokensPrefill
@@ -27,6 +28,7 @@ __all__ = [
     "PrefillContext",
     "PrefillPolicy",
     "SinkWindow",
+    "TileLists",
     "TopTokensPrefill",
     "delta_correction",
     "identity",
@@ -42,6 +44,7 @@ _HOMES = {
     "DensePrefill": ".dense",
     "MeasureOnceMaskOnce": ".measure_once",
     "SinkWindow": ".sink_window",
+    "TileLists": ".lists",
     "TopTokensPrefill": ".top_tokens",
     "delta_correction": ".delta",
 }

@@ -40,6 +40,10 @@ class DenseWhereCovered:
         few = jnp.max(ctx.lengths) <= self.dense_tokens
         return jax.lax.cond(few, lambda: dense.attend(query, layer, ctx), lambda: self.attend_sparse(query, layer, ctx))
 
+    def describe(self) -> str:
+        """For reports: the policy alone, unless a class says more."""
+        return str(self)
+
 
 @functools.cache
 def _say_dense(policy: DenseWhereCovered, capacity: int) -> None:
