@@ -10,6 +10,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -90,6 +91,7 @@ class DiskStore:
                 )
             time.sleep(0.05)
         self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
+        weakref.finalize(self, self._index.close)  # a connection is part of a circle, and holds its lock until that is collected
         self._index.execute("PRAGMA trusted_schema=OFF")
         self._index.execute("PRAGMA locking_mode=EXCLUSIVE")  # else it maps a file, and ends the process if that is cut off
         self._index.execute("PRAGMA journal_mode=WAL")
