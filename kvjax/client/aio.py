@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from kvjax.client import arguments
-from kvjax.client.errors import SessionError, Unavailable
+from kvjax.client.errors import Cancelled, SessionError, Unavailable
 from kvjax.client.shared import (
     FIRST_WAIT_S,
     Connection,
@@ -80,7 +80,8 @@ class AsyncClient:
         while True:
             check_open(self._closed)
             try:
-                return await self._methods[name](request, timeout=deadline(each.timeout_s), metadata=each.metadata)
+                with self.ends_calls():
+                    return await self._methods[name](request, timeout=deadline(each.timeout_s), metadata=each.metadata)
             except grpc.RpcError as failed:
                 error = error_of(failed)
                 if was_closed_before(name, error, attempt):
@@ -89,6 +90,18 @@ class AsyncClient:
                     raise error from None
             await asyncio.sleep(FIRST_WAIT_S * 2**attempt)
             attempt += 1
+
+    @contextlib.contextmanager
+    def ends_calls(self) -> Iterator[None]:
+        """The block waits for a call. Where `close` ended it, gRPC says that the task was cancelled, which nobody has
+        done: Cancelled."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed or task is None or task.cancelling():
+                raise
+            raise Cancelled("the client was closed while the call ran: make another, and call again") from None
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
@@ -166,8 +179,9 @@ class AsyncSession:
         import grpc
 
         try:
-            async for response in call:
-                for token in heard.take(response):
-                    yield token
+            with self._client.ends_calls():
+                async for response in call:
+                    for token in heard.take(response):
+                        yield token
         except grpc.RpcError as failed:
             raise error_of(failed) from None

@@ -109,6 +109,19 @@ def _whole_gzip(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged: gzip cannot read it to its end ({error})") from None
 
 
+@contextlib.contextmanager
+def _whole_parquet(path: Path) -> Iterator[None]:
+    """An error of pyarrow names the file. Of damaged ones most are an OSError without one."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # the system's
+            raise
+        raise ValueError(f"{path} is damaged, or of a kind that pyarrow cannot read: {' '.join(str(error).split())}") from None
+
+
 def check_extras(*paths: Path) -> None:
     """MissingExtra if one of these files is Parquet, and pyarrow is not installed."""
     if any(map(is_parquet, paths)):
@@ -159,11 +172,12 @@ def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file ({error})") from None
-    with file:
+    with _whole_parquet(path):
+        try:
+            file = parquet.ParquetFile(path, page_checksum_verification=True)  # of files that have checksums
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{path} is not a Parquet file ({error})") from None
+    with file, _whole_parquet(path):
         number, groups = 1, list(range(file.num_row_groups))
         while groups and number + (rows := file.metadata.row_group(groups[0]).num_rows) <= first:
             number += rows

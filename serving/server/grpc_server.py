@@ -75,12 +75,16 @@ class Server:
         metrics.runtime = runtime
         self._admission = Admission(runtime, metrics, options)
         self._calls = Calls(runtime, options, self._admission.throttle, self._admission.silent)
+        at_once = options.max_calls + BESIDE
         sizes = [("grpc.max_receive_message_length", options.max_message_bytes), ("grpc.max_metadata_size", MAX_HEADERS)]
+        # Of one connection, also those that were reset and that nothing has looked at yet. Without it a client that
+        # begins calls and resets them fills gRPC's queue, and the calls of others are dropped.
+        sizes.append(("grpc.max_concurrent_streams", at_once))
         self._server = grpc.server(
-            ThreadPoolExecutor(options.max_calls + BESIDE, thread_name_prefix="kvjax call"),
+            ThreadPoolExecutor(at_once, thread_name_prefix="kvjax call"),
             interceptors=[_gate(self._admission, self._refused)],
             options=[*sizes, ("grpc.so_reuseport", 0), ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS)],
-            maximum_concurrent_rpcs=options.max_calls + BESIDE,  # the admission has places for max_calls of the service
+            maximum_concurrent_rpcs=at_once,  # the admission has places for max_calls of the service
         )
         handlers = {name: self._handler(method) for name, method in protocol().methods.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

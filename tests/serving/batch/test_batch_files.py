@@ -49,7 +49,7 @@ def test_earlier_row_groups_are_not_read(tmp_path):
     data[group.data_page_offset : group.data_page_offset + 8] = bytes(8)
     path.write_bytes(data)
     assert [row["id"] for _, _, row in numbered(path, 6)] == ["r5", "r6", "r7", "r8", "r9"]
-    with pytest.raises(OSError, match=r".+"):
+    with pytest.raises(ValueError, match=r"in\.parquet is damaged"):
         list(numbered(path))
 
 
@@ -119,3 +119,26 @@ def test_a_file_that_is_not_parquet_is_named_so(engine, tmp_path):
     (tmp_path / "in.parquet").write_text("{}\n")
     with pytest.raises(ValueError, match=r"in\.parquet is not a Parquet file"):
         run_file(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_damaged_parquet_file_is_named(checked, tmp_path):
+    rows = [{"id": str(number), "prompt": f"prompt {number}"} for number in range(40)]
+    path = write_parquet(tmp_path / "in.parquet", rows, compression="none", use_dictionary=False, write_page_checksum=checked)
+    whole, said = path.read_bytes(), []
+    for place in range(4, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        try:
+            found = list(lines(path))
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            # Without checksums a letter of a prompt may be another one. The footer, at the end, has none.
+            assert not checked or found == rows or place > whole.index(b"prompt 39") + 9
+    assert len(said) > 20
+    assert all("in.parquet is " in each for each in said)
+
+
+def test_an_error_of_the_disk_beside_a_parquet_file_is_not_its_own(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        next(lines(tmp_path / "in.parquet"))

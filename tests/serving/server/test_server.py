@@ -469,6 +469,40 @@ def test_a_client_that_was_closed_says_so(server):
     asyncio.run(talk())
 
 
+def test_closing_an_asynchronous_client_cancels_no_task(server):
+    """A task that nobody has cancelled must not end as if it was: a TaskGroup would not say that its answer is lost."""
+
+    async def talk():
+        client = AsyncClient(f"127.0.0.1:{server.port}")
+        session, begun = await client.create_session([1]), asyncio.Event()
+
+        async def listen():
+            async for _ in session.generate(max_new_tokens=300, stop_token_ids=()):
+                begun.set()
+
+        listening = asyncio.create_task(listen())
+        await begun.wait()
+        asking = [asyncio.create_task(client.create_session([1, 2])) for _ in range(5)]
+        await asyncio.sleep(0)
+        await client.close()
+        return await asyncio.gather(listening, *asking, return_exceptions=True)
+
+    found = asyncio.run(talk())
+    assert isinstance(found[0], Cancelled)
+    assert not any(isinstance(each, asyncio.CancelledError) for each in found)
+
+    async def cancelled():
+        async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+            task = asyncio.create_task(client.create_session([1]))
+            await asyncio.sleep(0)
+            task.cancel()
+            await client.close()
+            await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
 def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch, capsys):
     typed, asked = iter(["Hello", "More"]), []
 

@@ -75,6 +75,49 @@ def test_a_call_whose_first_message_does_not_come_is_cut_off(engine, name):
         assert 'code="CANCELLED"' in server.metrics.text().decode()
 
 
+def frame(kind, flags, stream, content=b""):
+    """A frame of HTTP/2."""
+    return len(content).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + content
+
+
+def literal(text):
+    return bytes([len(text)]) + text.encode()
+
+
+def resets(server, stopped):
+    """Begins calls on one connection, and resets each at once, until `stopped`."""
+    fields = {":method": "POST", ":scheme": "http", ":path": f"/{SERVICE}/Converse", ":authority": "x", "te": "trailers"}
+    fields |= {"content-type": "application/grpc"}
+    begin = b"".join(b"\0" + literal(name) + literal(value) for name, value in fields.items())
+    with socket.create_connection(("127.0.0.1", server.port)) as given, contextlib.suppress(OSError):
+        given.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
+        given.settimeout(0.001)
+        for first in itertools.count(1, 200):
+            if stopped.is_set():
+                return
+            calls = (frame(1, 4, number, begin) + frame(3, 0, number, b"\0\0\0\x08") for number in range(first, first + 200, 2))
+            given.settimeout(WAIT)
+            given.sendall(b"".join(calls))
+            given.settimeout(0.001)
+            with contextlib.suppress(TimeoutError):
+                given.recv(1 << 20)
+
+
+def test_calls_that_are_reset_at_once_keep_nobody_out(engine):
+    stopped = threading.Event()
+    with serving(engine) as server, Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as client:
+        thread = threading.Thread(target=resets, args=(server, stopped))
+        thread.start()
+        try:
+            time.sleep(1)
+            for _ in range(20):
+                with client.create_session([1, 2]) as session:
+                    assert len(list(session.generate(max_new_tokens=2, stop_token_ids=()))) == 2
+        finally:
+            stopped.set()
+            thread.join()
+
+
 def test_watches_that_say_nothing_are_cut_off(engine):
     with serving(engine, max_calls=2, stall_s=0.5) as server, silent_calls(server, "/grpc.health.v1.Health/Watch", 2) as held:
         until(lambda: all(each.done() for each in held) and places(server) == 2)
