@@ -320,7 +320,7 @@ def run_history(engine, history, steps):
 
 
 @pytest.mark.quick_but("reuse-few", "int8-few")
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(100, 350), marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(100, 350), marks=pytest.mark.long)], ids=["few", "many"])
 @pytest.mark.parametrize(
     "options",
     [{"reuse": "any"}, {"policies": ("dense", "window:16+48", "quest:1"), "pages": 20}, {"cache_format": "int8"}],

@@ -138,10 +138,10 @@ def test_a_disk_that_fails_does_not_end_the_runtime(core, monkeypatch, tmp_path,
     """The session that was being moved stays in host memory, one line is logged, and the disk counts as full for a
     while."""
 
-    def full(self, blocks):
+    def full(file, blocks):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SuspendedPages, "_mapped", full)
+    monkeypatch.setattr("kvjax.cache.stores.suspended._mapped", full)
     core.engine.suspended.limit(0, tmp_path, 10**12)
     core.now[0] = 5.0
     with caplog.at_level(logging.ERROR):

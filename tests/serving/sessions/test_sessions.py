@@ -15,7 +15,6 @@ from tiny_models import VOCAB, make_family, make_model
 
 from kvjax import Engine, SessionRuntime, TopBlocks
 from kvjax.cache.stores.blocks import block_bytes
-from kvjax.cache.stores.suspended import SuspendedPages
 from kvjax.client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -299,10 +298,10 @@ def test_a_full_disk_leaves_a_demoted_session_in_host_memory(engine, tmp_path, m
         with session.fork() as child:
             expected = said(child, 3)
 
-        def full(self, blocks):
+        def full(file, blocks):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(SuspendedPages, "_mapped", full)
+        monkeypatch.setattr("kvjax.cache.stores.suspended._mapped", full)
         with pytest.raises(ResourceExhausted, match="No space left"):
             session.demote()
         assert session.info().demoted
