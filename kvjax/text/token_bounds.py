@@ -3,6 +3,7 @@ much longer a tokenizer makes a text."""
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import math
@@ -76,21 +77,30 @@ def longest_token(tokenizer: Any) -> LongestToken | None:
 
 
 def check_growth(tokenizer: Any) -> None:
-    """ValueError if normalizers or decoders of a tokenizer make a text more than `MAX_GROWTH` times longer."""
+    """ValueError if a tokenizer makes a text, or its tokens, more than `MAX_GROWTH` times longer: its normalizers and
+    its post-processors together, or its decoders."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    for name in ("normalizer", "decoder"):
+    total = 1.0
+    for name, inside in (("normalizer", "normalizers"), ("post_processor", "processors"), ("decoder", "decoders")):
         part = getattr(backend, name, None)
         if part is None:
             continue
-        growth = 1.0
-        for each in _flat(json.loads(part.__getstate__()), f"{name}s"):
-            growth *= _growth(each)
+        growth = math.prod(map(_growth, _flat(json.loads(part.__getstate__()), inside)))
         if growth > MAX_GROWTH:
             raise ValueError(f"its {name} may make a text {growth:.3g} times longer, and {MAX_GROWTH} times is the most")
+        total *= 1.0 if name == "decoder" else growth
+        if total > MAX_GROWTH:
+            raise ValueError(
+                f"its normalizer and post_processor together may make a text {total:.3g} times longer, and {MAX_GROWTH} times is the most"
+            )
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """How many times longer a normalizer or decoder may make a text."""
+    """How many times longer a normalizer, post-processor or decoder may make a text or its tokens."""
+    if part["type"] == "TemplateProcessing":
+        return _template_growth(part)
+    if part["type"] == "Precompiled":
+        return _map_growth(part)
     if part["type"] in ("Prepend", "Replace") and len(part.get("prepend", part.get("content"))) > LONG:
         return math.inf
     if part["type"] != "Replace":
@@ -98,6 +108,24 @@ def _growth(part: Mapping[str, Any]) -> float:
     ((kind, pattern),) = part["pattern"].items()
     # What an expression matches may be empty, beside each character.
     return max(1.0, len(part["content"]) / len(pattern)) if kind == "String" and pattern else 1.0 + len(part["content"])
+
+
+def _template_growth(part: Mapping[str, Any]) -> float:
+    """How often a template writes the tokens of a text; infinite if it writes more than `LONG` tokens beside them."""
+    special = part["special_tokens"]
+    names = [piece["SpecialToken"]["id"] for piece in part["single"] if "SpecialToken" in piece]
+    if sum(len(special[name]["ids"]) for name in names if name in special) > LONG:
+        return math.inf
+    return max(1.0, float(sum("Sequence" in piece for piece in part["single"])))
+
+
+def _map_growth(part: Mapping[str, Any]) -> float:
+    """How many characters SentencePiece's map of characters writes for one: texts that end in a zero byte, after a trie
+    whose size is in the first four bytes. In the usual maps it is 18, of U+FDFA."""
+    charsmap = part["precompiled_charsmap"]
+    stored = base64.b64decode(charsmap) if isinstance(charsmap, str) else bytes(charsmap)
+    texts = stored[4 + int.from_bytes(stored[:4], "little") :]
+    return float(max(1, *(len(text.decode(errors="replace")) for text in texts.split(b"\0"))))
 
 
 def _least(text: str, longest: LongestToken) -> int:

@@ -137,14 +137,21 @@ class SessionCore:
         return len(record.history)
 
     def fork(self, record: Record) -> Record:
-        """A second session with the same history. It shares sealed pages."""
+        """A second session with the same history. It shares sealed pages. Where running generations leave no room, it
+        holds none, and its first generation prefills the history, with the same bits."""
         leaving = self._leaving_for_one(record)
         self._look_for_damage(record)
         self._checked(record)
-        if record.sequence.suspended is not None:
-            self._with_room(lambda: self._promote(record), record)
-        sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
-        held = record.history[:], record.dropped, record.floor, record.stored
+        floor = record.floor
+        try:
+            if record.sequence.suspended is not None:
+                self._with_room(lambda: self._promote(record), record)
+            sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
+        except ResourceExhausted as error:
+            if not isinstance(error.__cause__, OutOfPages):
+                raise
+            sequence, floor = self.engine.new_sequence(), min(record.floor, record.dropped)
+        held = record.history[:], record.dropped, floor, record.stored
         child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), *held)
         self._keep(child)  # the last that may fail: until here no other session has ended for it
         for each in leaving:

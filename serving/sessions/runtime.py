@@ -120,6 +120,11 @@ class SessionRuntime:
         optional_function("observe", observe)
         if not callable(clock):
             raise ValueError(f"clock must be a function that gives seconds, got {clock!r:.60}")
+        if engine.spec.row_groups and engine.batch_buckets[-1] < 2:
+            raise ValueError(
+                "a generation runs on a copy beside its session, and this model or cache format keeps a row for each of them: "
+                "give the engine a batch bucket of at least 2 (--max-batch)"
+            )
         checked = check_window(window, engine.page_size), whole_number("max_history", max_history, 1)
         limits = Limits(capacity, idle_ttl_s, demote_after_s, *checked)
         self._policies = PolicyTable(engine, allow_policies, max_policies)
@@ -421,8 +426,9 @@ class Session:
         return self._runtime._generate(self.id, at, sampling)
 
     def fork(self, *, timeout: float | None = None, active: Active = None) -> Session:
-        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again. timeout,
-        active: as in `SessionRuntime.create`."""
+        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again, unless
+        running generations leave no room: then its first generation prefills the history. timeout, active: as in
+        `SessionRuntime.create`."""
         runtime = self._runtime
         return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout, active).id)
 

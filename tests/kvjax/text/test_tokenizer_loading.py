@@ -1,11 +1,13 @@
 """Tokenizers of folders: code of a checkpoint is never run, nobody is asked, and damaged files are named."""
 
+import base64
 import contextlib
 import io
 import json
 import logging
 import os
 import shutil
+import struct
 import sys
 
 import pytest
@@ -14,6 +16,7 @@ from tiny_models import LEAST, altered, random_model
 import kvjax
 from kvjax.client import load_tokenizer
 from kvjax.models import FAMILIES, load, save
+from kvjax.text.plain_texts import tokenized
 from kvjax.text.token_bounds import LONG
 from kvjax.text.tokenization import encode
 from kvjax.text.tokenizer_loading import read_tokenizer
@@ -228,6 +231,56 @@ def test_replacements_that_multiply_a_text_are_refused(part, each, count, plain,
                 read_tokenizer(folder)
         else:
             assert read_tokenizer(folder) is not None
+
+
+TEXT, END = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}
+
+
+def template(pieces, ids=1):
+    """A post-processor that writes these pieces, in which `</s>` stands for so many ids."""
+    special = {"</s>": {"id": "</s>", "ids": [3] * ids, "tokens": ["</s>"] * ids}}
+    return {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": [*pieces, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": special,
+    }
+
+
+def characters(size):
+    """SentencePiece's map of characters, with a trie that knows one letter: an "a" becomes `size` letters."""
+    trie = [0] * 1024
+    trie[0], trie[256 ^ ord("a")] = 256 << 10, 512 << 10 | 1 << 8 | ord("a")
+    stored = struct.pack("<1025I", 4096, *trie) + b"b" * size + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(stored).decode()}
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"post_processor": template([TEXT] * 2000)}, "its post_processor"),
+        ({"post_processor": template([TEXT, *[END] * 20], LONG // 16)}, "its post_processor"),
+        ({"post_processor": {"type": "Sequence", "processors": [template([TEXT] * 10)] * 2}}, "its post_processor"),
+        ({"normalizer": characters(100_000)}, "its normalizer"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 4}, "post_processor": template([TEXT] * 20)}, "together"),
+        ({"normalizer": characters(18), "post_processor": template([END, TEXT, END])}, None),
+    ],
+    ids=["texts", "special tokens", "sequence", "characters", "together", "usual"],
+)
+def test_templates_and_maps_that_multiply_a_text_are_refused(parts, named, plain, tmp_path):
+    """A template of 2,000 texts makes 200 million tokens of a prompt of 100,000, and a map of characters 1 GB of
+    1,000."""
+    folder = shutil.copytree(plain, tmp_path / "m")
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(whole | parts))
+    if named is None:
+        assert len(tokenized(read_tokenizer(folder), "w1 a w2")["input_ids"]) == 5
+    else:
+        with pytest.raises(ValueError, match=rf"m \(.*{named}.* may make a text .* times longer, and 64 times is the most\)"):
+            read_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,34 @@ def test_no_session_ends_for_a_fork_that_fails(engine, tmp_path, monkeypatch):
             other.info()
 
 
+def test_an_engine_that_could_never_generate_is_refused(model):
+    sizes = {"pages": PAGES, "page_size": 16, "prefill_chunk": 32, "cache_format": "int8"}
+    with pytest.raises(ValueError, match="a batch bucket of at least 2"):
+        SessionRuntime(Engine(model, "dense", batch_buckets=(1,), **sizes))
+    with SessionRuntime(Engine(model, "dense", batch_buckets=(1, 2), **sizes), slots=1) as runtime:
+        assert len(list(runtime.create(TEXT[:20]).generate(max_new_tokens=2, **NONE))) == 2
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_running_generations_refuse_no_fork(model, slots):
+    """They may hold every row of open pages, which packed pages need."""
+    engine = Engine(model, "dense", pages=PAGES, page_size=16, prefill_chunk=32, batch_buckets=(slots,), cache_format="int8")
+    with SessionRuntime(engine, slots=slots) as runtime:
+        parent = runtime.create(TEXT[:20])
+        list(parent.generate(max_new_tokens=2, **NONE))
+        alone = parent.fork()
+        running = [iter(runtime.create(TEXT[start : start + 20]).generate(max_new_tokens=300, **NONE)) for start in (30, 50)]
+        for each in running:
+            next(each)
+        children = [alone, *(parent.fork() for _ in range(3))]
+        assert runtime.gauges()["generating"]
+        assert sum(len(list(each)) for each in running) == 598
+        expected = list(parent.generate(max_new_tokens=10, **NONE))
+        for child in children:
+            assert list(child.generate(max_new_tokens=10, **NONE)) == expected
+        assert not {name for name in runtime.counts if name.startswith("inv")}
+
+
 def test_at_is_a_length(engine):
     with SessionRuntime(engine, slots=4) as runtime:
         session = runtime.create([1, 2, 3])
