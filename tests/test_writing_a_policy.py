@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_models import make_model
 
@@ -86,6 +87,21 @@ class Wrong(Stateless):
         shapes = (batch, 1, 2), (batch, 2), (batch + 1, heads, 2), (batch, heads, 0), (batch, heads, 2)
         ids = [1, 2] if self.number == 6 else jnp.zeros(shapes[self.number], jnp.float32 if self.number == 4 else jnp.int32)
         return Blocks(ids, ctx.page_size), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Stateless):
+    """A list that no value of the step changes."""
+
+    def select(self, query, layer, ctx, state):
+        return Blocks(np.broadcast_to(np.array([0, 1], np.int32), (len(ctx.lengths), layer.pages.kv_heads, 2)), ctx.page_size), state
+
+
+def test_a_list_may_be_an_array_of_numpy(model):
+    engine = kvjax.Engine(model, policies=["dense", Constant()], pages=24, batch_buckets=(1,))
+    (sequence,) = engine.prefill([PROMPT[:200]])
+    dense = answers(engine, sequence)  # two pages hold everything
+    assert float(jnp.abs(engine.decode([engine.fork(sequence)], [5], policy=Constant()) - dense).max()) < 1e-4
 
 
 SAID = [r"ids must be an array \[B=1, K=2, W\]"] * 4 + [

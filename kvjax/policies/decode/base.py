@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.axes import ONE_DEVICE, Shards
@@ -247,19 +248,19 @@ def _check_list(policy: DecodePolicy, blocks: Blocks, query: Float[Array, "B T H
     """ValueError, with the place of the policy's `select`, unless its list has ids that a step can read."""
     (batch, tokens), heads, ids = query.shape[:2], layer.pages.kv_heads, blocks.ids
     shapes = [(batch, heads), (batch, tokens, heads)] + ([(batch, tokens)] if heads == 1 else [])
-    if not isinstance(ids, Array) or not ids.ndim or ids.shape[:-1] not in shapes or not ids.shape[-1]:
+    is_array = isinstance(ids, Array | np.ndarray)
+    if not is_array or not ids.ndim or ids.shape[:-1] not in shapes or not ids.shape[-1]:
         said = f"ids must be an array [B={batch}, K={heads}, W], or [B, T={tokens}, K, W] with a list for each query"
-        found = f"{ids.dtype}{list(ids.shape)}" if isinstance(ids, Array) else shown(ids)
+        found = f"{ids.dtype}{list(ids.shape)}" if is_array else shown(ids)
     elif ids.dtype != jnp.int32:
         said, found = "ids must be int32", ids.dtype
     elif ctx.page_size % blocks.block_size:
         said, found = f"block_size must divide the page size {ctx.page_size}", blocks.block_size
     else:
         return
-    code = inspect.unwrap(type(policy).select).__code__
-    raise ValueError(
-        f"{code.co_filename}, line {code.co_firstlineno}: what select of policy {policy} lists cannot be read: {said}; got {found}"
-    )
+    code = getattr(inspect.unwrap(type(policy).select), "__code__", None)  # a partial has none
+    place = "" if code is None else f"{code.co_filename}, line {code.co_firstlineno}: "
+    raise ValueError(f"{place}what select of policy {policy} lists cannot be read: {said}; got {found}")
 
 
 def attend_and_observe(
