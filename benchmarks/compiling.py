@@ -12,7 +12,7 @@ import jax
 import typer
 
 from benchmarks.hollow import FakeEngine, random_model, random_prompt
-from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, run
+from benchmarks.run import BenchChunkOption, BenchFormatOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, run
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
 from kvjax.model.config import ModelConfig
@@ -68,41 +68,55 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Compiled]:
+def listening(*, cached: bool = False) -> Iterator[Compiled]:
     """Count what is compiled in the `with` block. Programs compiled before are dropped, and the compilation cache is
-    off in the block."""
-    heard, cached = Compiled(), jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    off in the block, unless `cached`."""
+    heard, before = Compiled(), jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", cached)
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(heard.hear)
     try:
         yield heard
     finally:
         heard._on = False
-        jax.config.update("jax_enable_compilation_cache", cached)
+        jax.config.update("jax_enable_compilation_cache", before)
 
 
 def cold_row(
-    shape: str, config: ModelConfig, *, prompt: int, computed: int, chunk: int, prefill: str, policy: str, answer: int = 2
+    shape: str,
+    config: ModelConfig,
+    *,
+    prompt: int,
+    computed: int,
+    chunk: int,
+    prefill: str,
+    policy: str,
+    answer: int = 2,
+    weights: str | None = None,
+    cache_format: str | None = None,
+    cached: bool = False,
 ) -> dict[str, Any]:
     """A row of a process's first request, `prompt` tokens and `answer` tokens after it: seconds of tracing, lowering
     and compiling.
 
     wall_s, warm_s: seconds of the request, and of the same request again. The difference is how long the request waited
     for programs; some are compiled in another thread, while the device computes. computed: tokens at the end of the
-    prompt that are computed. The tokens before are skipped, because they would run the same programs. ValueError if the
-    number of skipped tokens is negative or no multiple of the chunk.
+    prompt that are computed. The tokens before are skipped, because they would run the same programs. cached: whether
+    programs are read from and written to the compilation cache. ValueError if the number of skipped tokens is negative
+    or no multiple of the chunk.
     """
     hollow = prompt - computed
     if hollow < 0:
         raise ValueError(f"computed is {computed:,} tokens, and the prompt has only {prompt:,}")
     if hollow % chunk:
         raise ValueError(f"prompt - computed, {hollow:,} tokens that are skipped, must be a multiple of the chunk of {chunk:,}")
-    jax.config.update("jax_enable_compilation_cache", False)
-    model = random_model(config)
+    jax.config.update("jax_enable_compilation_cache", cached)
+    model = random_model(config, weights)
     sizes = {"pages": pages_of(prompt + answer) + 1, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
+    sizes["cache_format"] = cache_format
     engine = FakeEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)
     named = {"op": "cold", "shape": shape, "layers": config.num_layers, "policy": policy, "prefill": prefill, "prompt": prompt}
+    named |= {"weights": weights, "cache_format": cache_format, "cached": cached}
     ids = random_prompt(config, prompt, 0)
 
     def timed() -> float:
@@ -110,7 +124,7 @@ def cold_row(
         _run(engine, [Request(ids, Sampling(max_new_tokens=answer, ignore_eos=True))], slots=1)
         return time.perf_counter() - started
 
-    with listening() as heard:
+    with listening(cached=cached) as heard:
         wall = timed()
     walls = {"wall_s": wall, "warm_s": timed()}
     return named | {"computed": computed, "chunk": chunk, "answer": answer} | walls | heard.figures()
@@ -159,6 +173,9 @@ def cold_command(
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     policy: Annotated[str, typer.Option(help="Decode policy of the two tokens after the prompt.")] = "top:32",
     chunk: BenchChunkOption = 8192,
+    weights: PackedOption = "none",
+    cache_format: BenchFormatOption = None,
+    cached: Annotated[bool, typer.Option("--cached", help="Use the compilation cache, as a process does that starts again.")] = False,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -167,6 +184,7 @@ def cold_command(
     count the programs."""
     config = config_of_shape(shape, layers, dtype)
     sizes = {"prompt": prompt, "computed": computed, "chunk": chunk, "prefill": prefill, "policy": policy}
+    sizes |= {"weights": None if weights == "none" else weights, "cache_format": cache_format, "cached": cached}
     run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
 
 

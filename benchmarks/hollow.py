@@ -158,9 +158,9 @@ def passing_model(layers: int) -> CausalLM:
     return CausalLM(PassingDecoder(config), random_params(config))
 
 
-def random_model(config: ModelConfig) -> CausalLM:
-    """A model with random weights."""
-    return CausalLM(TransformerDecoder(config), random_params(config))
+def random_model(config: ModelConfig, weights: str | None = None) -> CausalLM:
+    """A model with random weights, packed as `kvjax.load(weights=...)` packs them."""
+    return CausalLM(TransformerDecoder(config), random_params(config, weights=weights))
 
 
 def random_prompt(config: ModelConfig, tokens: int, seed: int) -> list[int]:

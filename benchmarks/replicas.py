@@ -18,6 +18,7 @@ from kvjax.engine.sampling import Sampling
 from kvjax.generation import run
 from kvjax.model.config import ModelConfig
 from kvjax.scheduler.data_parallel import meshes_of, replicas
+from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.scheduler.request import Request
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
@@ -41,7 +42,7 @@ class Load:
     policy: str = "top:32"
     prefill: str = "dense"
     chunk: int = 512
-    steps_per_launch: int = 1
+    steps_per_launch: StepsPerLaunch = "auto"
 
     def __post_init__(self):
         meshes_of(max(self.data), self.tensor, self.context)
@@ -99,7 +100,7 @@ def replicas_command(
     answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole())] = 129,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
-    steps_per_launch: StepsPerLaunchOption = 1,
+    steps_per_launch: StepsPerLaunchOption = "auto",
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,

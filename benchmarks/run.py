@@ -45,6 +45,8 @@ BenchFormatOption = Annotated[
     typer.Option("--cache-format", help="How full pages are packed, as kvjax plan --cache-format takes it.", show_default=False),
 ]
 
+PackedOption = Annotated[str, typer.Option("--weights", help="How weights are packed, as kvjax.load takes it, or none.")]
+
 
 def config_of_shape(shape: str, layers: int | None, dtype: str) -> ModelConfig:
     """The configuration of `--shape`, `--layers` and `--dtype`."""

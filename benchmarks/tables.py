@@ -103,12 +103,30 @@ def gaps_cells(row: Row) -> tuple[str, ...]:
     return shape, f"`{row['prefill']}`", prompt, f"{row['max_gap_ms']:g}", f"{row['gaps']}", *milli, *rates
 
 
+def token_cells(row: Row) -> tuple[str, ...]:
+    """Cells with milliseconds of a token."""
+    steps = "default" if row["steps_per_launch"] == "auto" else str(row["steps_per_launch"])
+    times = f"{row['median_s'] * 1e3:.2f}", f"{row['least_s'] * 1e3:.2f} to {row['most_s'] * 1e3:.2f}"
+    return shape_text(row), tokens_text(row["tokens"]), *_packing(row), f"`{row['policy']}`", steps, *times
+
+
+def job_cells(row: Row) -> tuple[str, ...]:
+    """Cells with seconds of a job, cold and again."""
+    job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
+    return shape_text(row), job, *_packing(row), f"`{row['policy']}`", f"{row['cold_s']:.1f}", f"{row['warm_s']:.1f}"
+
+
+def _packing(row: Row) -> tuple[str, str]:
+    return f"`{row.get('weights') or 'bfloat16'}`", f"`{row.get('cache_format') or 'bfloat16'}`"
+
+
 def cold_cells(row: Row) -> tuple[str, ...]:
     """Cells with programs and seconds."""
     spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
     waited = f"{row['wall_s'] - row['warm_s']:.2f}"
     shape, tokens = shape_text(row), tokens_text(row["prompt"])
-    return shape, f"`{row['prefill']}`", tokens, f"{row['programs']}", *spent, waited
+    start = "second" if row.get("cached") else "first"
+    return shape, *_packing(row), f"`{row['prefill']}`", tokens, start, f"{row['programs']}", *spent, waited
 
 
 def programs_cells(row: Row) -> tuple[str, ...]:
@@ -252,7 +270,12 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         ("shape", "prefill", "prompt", "bound ms", "gaps", "quiet ms", "p50", "p95", "p99", "most", "tokens/s", "alone tokens/s"),
         gaps_cells,
     ),
-    "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s", "waiting s"), cold_cells),
+    "default-tokens": (("shape", "tokens", "weights", "pages", "policy", "steps per launch", "ms per token", "range ms"), token_cells),
+    "default-job": (("shape", "job", "weights", "pages", "policy", "first time s", "again s"), job_cells),
+    "cold": (
+        ("shape", "weights", "pages", "prefill", "prompt", "start", "programs", "tracing s", "lowering s", "compiling s", "waiting s"),
+        cold_cells,
+    ),
     "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),
     "cpu": (("what", "by", "weights", "tokens/s", "error of logits", "equal tokens"), cpu_cells),
     "reuse": (("shape", "tokens", "chunk", "prompt", "first token s", "GB", "plain GB/s", "floor s"), reuse_cells),

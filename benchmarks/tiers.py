@@ -27,7 +27,6 @@ from kvjax.cache import MAX_STEP_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import OWN_LISTS
 from kvjax.engine.memory import memory_plan
-from kvjax.engine.page_eviction import check_several
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import AttentionStats
@@ -76,7 +75,6 @@ class Tiered:
         if not 1 <= self.steps_per_launch <= MAX_STEP_TOKENS or self.steps % self.steps_per_launch:
             raise ValueError(f"steps per launch must be 1 to {MAX_STEP_TOKENS} and divide {self.steps} steps, got {self.steps_per_launch}")
         for policy in self.policies if self.steps_per_launch > 1 else ():
-            check_several(policy, self.steps_per_launch)
             if getattr(policy, "dense_layers", 0):
                 raise ValueError(
                     f"what the first {policy.dense_layers} layers of policy {policy} read in host memory is counted for single steps: "

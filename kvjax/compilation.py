@@ -10,6 +10,7 @@ kernels.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -33,6 +34,12 @@ program = functools.partial(jax.jit, compiler_options=FIXED)
 raises ValueError."""
 
 
+THREADS_AHEAD = 2
+"""How many programs are compiled beside each other while a prompt is prefilled: those of one step and of several."""
+
+PATIENCE = 2000
+"""How often a program is missed before it is compiled in the middle of work."""
+
 MAX_THREADS = 8
 """How many programs are compiled beside each other at most, because each compilation takes memory."""
 
@@ -51,25 +58,41 @@ class CompileAhead:
     """
 
     def __init__(self):
-        self._thread: ThreadPoolExecutor | None = None
-        self._begun: set[Hashable] = set()
+        self._threads: ThreadPoolExecutor | None = None
+        self._begun: dict[Hashable, Future | None] = {}  # None: it could not be lowered
+        self._asked: collections.Counter[Hashable] = collections.Counter()
         self.running: dict[Hashable, Future] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._begun
 
     def begin(self, key: Hashable, make: Callable[[], Iterable[functools.partial]]) -> None:
-        """Compile what some calls of jitted functions run, in order. make: returns the calls; their arguments are
-        arrays, or `jax.ShapeDtypeStruct` in their place. If anything fails, nothing is compiled, and the later call
-        says why."""
-        self._begun.add(key)
+        """Compile what some calls of jitted functions run, unless that was begun before. make: returns the calls; their
+        arguments are arrays, or `jax.ShapeDtypeStruct` in their place. If anything fails, nothing is compiled, and the
+        later call says why."""
+        if key in self._begun:
+            return
+        self._begun[key] = None
         try:
             lowered = [call.func.lower(*call.args, **call.keywords) for call in make()]
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=NAMED)
-            self.running[key] = self._thread.submit(_compile, lowered)
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(max_workers=THREADS_AHEAD, thread_name_prefix=NAMED)
+            self.running[key] = self._begun[key] = self._threads.submit(_compile, lowered)
         except Exception:
             return
+
+    def wanted(self, key: Hashable) -> bool:
+        """Whether programs that a caller can do without should be begun: `PATIENCE` calls have asked, as many as take
+        the time that tracing does, which holds the caller up."""
+        if key in self._begun:
+            return False
+        self._asked[key] += 1
+        return self._asked[key] == PATIENCE
+
+    def is_compiled(self, key: Hashable) -> bool:
+        """Whether programs were begun, and are compiled."""
+        future = self._begun.get(key)
+        return future is not None and future.done() and future.exception() is None
 
     def wait(self, key: Hashable) -> None:
         """Wait until a key's programs are compiled, if they were begun."""

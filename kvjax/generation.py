@@ -32,7 +32,7 @@ def run(
     slots: int | None = None,
     on_token: OnToken | None = None,
     on_prefill: Callable[[int], None] | None = None,
-    steps_per_launch: StepsPerLaunch = 1,
+    steps_per_launch: StepsPerLaunch = "auto",
 ) -> Iterator[tuple[Request, Completion]]:
     """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its
     completion as it finishes.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -29,7 +30,7 @@ from kvjax.engine.call_lock import CallLock, guarded
 from kvjax.engine.capacity import Capacity
 from kvjax.engine.decode_batch import DecodeBatch, Written
 from kvjax.engine.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
-from kvjax.engine.multi_step import decode_steps
+from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
 from kvjax.engine.page_eviction import PageEviction
 from kvjax.engine.policy_set import PolicySet, programs_of
 from kvjax.engine.policy_state import rows_of
@@ -83,6 +84,14 @@ class Launched:
     results: list[Any]
     states: tuple[Any, ...]
     cache: Cache
+    steps: int = 1
+
+
+def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, ends: Ends | None, steps: int) -> tuple[Hashable, ...]:
+    """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables.
+    ends: None: one step."""
+    shape = () if ends is None else ends.stop_ids.shape
+    return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, steps, *shape
 
 
 class Engine:
@@ -176,6 +185,11 @@ class Engine:
         return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
 
     # Capacity
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the host computes the steps itself."""
+        return self._pool.on_cpu
 
     def memory_plan(self) -> MemoryPlan:
         """Weights, cache per 1K tokens and pages that fit, for this model as loaded."""
@@ -412,22 +426,49 @@ class Engine:
         sequence: CachedSequence,
         tokens: tuple[int, int],
         samplings: Sequence[Sampling | None],
-        launches: Sequence[int] = (),
+        launches: Sequence[int] = (1,),
     ) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the
         decode step of slots with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens:
         of the longest sequence in the slots, after the first step and at most; if it may outgrow the page tables of
-        that step, the step with the next larger ones, too. launches: the numbers of steps of `decode_steps`, in place
-        of the decode step. Done once for each policy, number of slots and width of page tables."""
+        that step, the step with the next larger ones, too. launches: how many steps each launch may have
+        (`decode_steps`)."""
         first, last = tokens
         outgrown = table_width(-(-first // self.page_size)) * self.page_size + 1
+        rows = SamplingRows.of(samplings)
+        self._compile_ahead.begin((SamplingRows, rows.penalises), functools.partial(self._warmup.first_token, samplings[0]))
         for length in (first, outgrown) if outgrown <= last else (first,):
-            widths = {group.name: table_width(-(-length // group.page_size)) for group in self.spec.groups}
-            for each in programs_of(policy):
-                if (key := (each, len(samplings), *widths.values())) not in self._compile_ahead:
-                    self._compile_ahead.begin(
-                        key, functools.partial(self._warmup.after_prefill, each, sequence, widths, samplings, launches)
-                    )
+            widths = self._widths(length)
+            for each, steps in itertools.product(programs_of(policy), launches):
+                ends = Ends.shape_of(len(samplings), STOP_IDS) if steps > 1 else None
+                self._begin_compiling(each, [sequence] + [None] * (len(samplings) - 1), widths, rows, ends, steps)
+
+    def has_program(self, group: DecodeGroup) -> bool:
+        """Whether the program of a group's launch of several steps is compiled. One that is often asked for is compiled
+        in another thread (`kvjax.compilation.CompileAhead.wanted`)."""
+        steps, policy, rows, ends = group.launch.steps, self._policy_set.find(group.policy), group.sampling, group.launch.ends
+        widths = self._widths(steps + max(each.length for each in group.sequences if each is not None))
+        programs = [(each, _program(each, widths.values(), rows, ends, steps)) for each in programs_of(policy)]
+        for each, key in programs:
+            if self._compile_ahead.wanted(key):
+                self._begin_compiling(each, group.sequences, widths, rows, Ends.shape_of(*ends.stop_ids.shape), steps)
+        return all(self._compile_ahead.is_compiled(key) for _, key in programs)
+
+    def _begin_compiling(
+        self,
+        policy: DecodePolicy,
+        sequences: Sequence[CachedSequence | None],
+        widths: dict[str, int],
+        rows: SamplingRows,
+        ends: Ends | None,
+        steps: int,
+    ) -> None:
+        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, ends, steps)
+        self._compile_ahead.begin(_program(policy, widths.values(), rows, ends, steps), call)
+
+    def _widths(self, tokens: int) -> dict[str, int]:
+        """The widths of page tables whose longest row has so many tokens, by layer group."""
+        return {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -739,7 +780,7 @@ class Engine:
             raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {shown(group.sequences)}")
         slots, tokens, vocab_size = len(group.sequences), group.tokens, self.config.vocab_size
         if group.launch is not None:
-            check_launch(group, self._policy_set.find(group.policy))
+            check_launch(group)
         if tokens is self._sampled and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
             return group  # as the step before
         if slots not in self.batch_buckets:
@@ -814,8 +855,9 @@ class Engine:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
         cache, following = slots.cache(self._pool, written)
-        if self._compile_ahead.running:
-            self._compile_ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
+        if self._compile_ahead.running and sampling:
+            widths = (cache.page_tables[group.name].shape[1] for group in cache.spec.groups)
+            self._compile_ahead.wait(_program(policy, widths, sampling[0], sampling[2] if len(sampling) > 2 else None, steps))
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
         states = self._policy_set.states.of_batch(policy, slots.sequences)
@@ -831,7 +873,7 @@ class Engine:
             slots.forget()
             raise
         *results, cache, states, self.last_reads = results
-        return Launched(policy, slots, results, states, cache)
+        return Launched(policy, slots, results, states, cache, steps)
 
     def _watches_each(self, tokens: Array) -> bool:
         """Whether a watched policy runs one program for all steps, because those of the policy alone round otherwise:
@@ -869,6 +911,8 @@ class Engine:
             sequence.alarms[launched.policy] = alarm
         if self._page_eviction.gives_back(launched.policy):
             counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
+            if launched.steps > 1:
+                counts = [min(each, 1) for each in counts]
             self._page_eviction.after_step(launched.policy, slots.live, counts)
 
     def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> DecodeBatch:

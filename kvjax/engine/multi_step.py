@@ -13,10 +13,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.axes import WHOLE_COPY
 from kvjax.cache import Cache
+from kvjax.compilation import shape_of
 from kvjax.engine.decode_batch import name_pages
 from kvjax.engine.sampling import Sampled, count_tokens, sample
 from kvjax.engine.step_output import AttentionStats, pack, packed_width
@@ -34,6 +36,11 @@ class Ends:
 
     left: Int[Array, "B"]
     stop_ids: Int[Array, "B S"]
+
+    @classmethod
+    def shape_of(cls, slots: int, stop_ids: int) -> Ends:
+        """Shapes in place of the arrays."""
+        return cls(shape_of((slots,), np.int32), shape_of((slots, stop_ids), np.int32))
 
     def going(self, tokens: Int[Array, "B"]) -> Bool[Array, "B"]:
         """Which rows need another step. tokens: the latest of each."""

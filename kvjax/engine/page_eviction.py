@@ -22,8 +22,8 @@ from kvjax.policies.decode import DecodePolicy, KeepsByMass
 from kvjax.policies.prefill import PrefillPolicy
 
 LAG = 2
-"""Steps after which the host reads a choice that the device has made. A scheduler has then read the tokens of that
-step, so the choice is there, and nobody waits."""
+"""Launches after which the host reads a choice that the device has made. A scheduler has then read the tokens of that
+launch, so the choice is there, and nobody waits."""
 
 
 def reach_of(policy: DecodePolicy | PrefillPolicy, page_size: int) -> Reach | None:
@@ -35,19 +35,6 @@ def kept_by(policy: DecodePolicy, page_size: int) -> Reach | None:
     """The sinks and window that a policy keeps of its sequences, beside pages that it chooses; None if it keeps
     everything."""
     return policy.keeps(page_size) if hasattr(policy, "keeps") else None
-
-
-def takes_several(policy: DecodePolicy) -> bool:
-    """Whether a policy can take several steps in one launch: the host does not read what it chose between them."""
-    return not isinstance(policy, KeepsByMass)
-
-
-def check_several(policy: DecodePolicy, steps: int) -> None:
-    """ValueError for a policy that cannot take several steps in one launch."""
-    if not takes_several(policy):
-        raise ValueError(
-            f"policy {policy} gives pages back by attention mass, which the host reads between steps: launch one step, not {steps}"
-        )
 
 
 def within(inner: Reach | None, outer: Reach | None) -> bool:
@@ -68,8 +55,8 @@ def kept_from_the_start(policies: Sequence[DecodePolicy], prefill: PrefillPolicy
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A choice of distant pages that the device makes: those of `kept` stay, of all before `first_local`. due: the step
-    after which the host reads it."""
+    """A choice of distant pages that the device makes: those of `kept` stay, of all before `first_local`. due: the
+    launch after which the host reads it."""
 
     due: int
     sequence: CachedSequence
@@ -112,7 +99,8 @@ class PageEviction:
         return kept_by(policy, self._page_size) is not None
 
     def after_step(self, policy: DecodePolicy, sequences: Sequence[CachedSequence], written: Sequence[int]) -> None:
-        """A step of a policy that gives pages back is done. It wrote so many tokens of each sequence."""
+        """A step of a policy that gives pages back, or a launch of several, is done. written: how many tokens of each
+        sequence its last step wrote."""
         kept = kept_by(policy, self._page_size)
         self._step += 1
         by_mass = isinstance(policy, KeepsByMass)
@@ -132,7 +120,8 @@ class PageEviction:
             self._apply(self._choices.popleft())
 
     def _note(self, policy: DecodePolicy, sequence: CachedSequence, before: int, kept: Reach) -> None:
-        """Read the choice of a step later, if it was a new one. before: tokens before the step."""
+        """Read the choice of a step later, if it was a new one. before: tokens before the step, the last of its
+        launch."""
         page, keeping = before // self._page_size, sequence.keeping
         if keeping.asked == page:
             return

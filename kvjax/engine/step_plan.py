@@ -16,7 +16,6 @@ from kvjax.cache import MAX_STEP_TOKENS
 from kvjax.checks import token_ids, whole_number
 from kvjax.engine.decode_batch import Written, in_bucket
 from kvjax.engine.multi_step import Ends
-from kvjax.engine.page_eviction import check_several
 from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import AttentionStats, StepOutput, unpack
@@ -140,14 +139,12 @@ def host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_s
     return ids.astype(np.int32)
 
 
-def check_launch(group: DecodeGroup, policy: DecodePolicy) -> None:
+def check_launch(group: DecodeGroup) -> None:
     """ValueError unless a group's launch fits it."""
     launch, slots = group.launch, len(group.sequences)
     whole_number("steps of a launch", launch.steps, 1, MAX_STEP_TOKENS + 1)
     if group.tokens.ndim == 2:
         raise ValueError(f"a launch of {launch.steps} steps has no drafts, and got tokens of shape {group.tokens.shape}: give one per slot")
-    if launch.steps > 1:
-        check_several(policy, launch.steps)
     shapes = {"left": np.shape(launch.ends.left), "stop_ids": np.shape(launch.ends.stop_ids)[:1]}
     if not isinstance(launch.written, int):
         shapes["written"] = launch.written.shape

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from kvjax.cache.page_tables import staged_widths, table_width, table_widths
 from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.compilation import compile_together, shape_of
 from kvjax.engine.decode_batch import in_bucket
-from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
+from kvjax.engine.multi_step import Ends, decode_steps
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows
@@ -124,29 +124,34 @@ class Warmup:
             self.groups.keep(slots[0], before)
             slots[0].open_chunk = opened
 
-    def after_prefill(
+    @property
+    def _committed(self) -> jax.sharding.Sharding | None:
+        """Where results of programs are; None: not committed to any device."""
+        return place_beside(self.pool.layers) if first_array(self.pool.layers).committed else None
+
+    def first_token(self, sampling: Sampling) -> list[functools.partial]:
+        """A call of `sample_first`, with shapes for arguments."""
+        vocab_size, rows = self.model.config.vocab_size, SamplingRows.of([sampling])
+        counts = shape_of((vocab_size,), np.int32) if rows.penalises else None
+        logits = shape_of((vocab_size,), np.float32, self._committed)
+        return [functools.partial(sample_first, logits, rows, shape_of((1,), np.int32), counts)]
+
+    def steps_call(
         self,
         policy: DecodePolicy,
-        sequence: CachedSequence,
+        sequences: Sequence[CachedSequence | None],
         widths: dict[str, int],
-        samplings: Sequence[Sampling | None],
-        launches: Sequence[int],
-    ) -> Iterator[functools.partial]:
-        """Calls of `sample_first`, and of `decode_and_sample` or `decode_steps`, with shapes for arguments. widths: of
-        the page tables, by layer group."""
-        size, vocab_size = len(samplings), self.model.config.vocab_size
-        beside = place_beside(self.pool.layers) if first_array(self.pool.layers).committed else None
-        one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
-        counts = shape_of((vocab_size,), np.int32) if one.penalises else None
-        logits = shape_of((vocab_size,), np.float32, beside)
-        yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
-        step = self.step_call(policy, [sequence] + [None] * (size - 1), widths, rows, shape_of((size,), np.int32, beside))
-        ends = Ends(shape_of((size,), np.int32), shape_of((size, STOP_IDS), np.int32))
-        static, inputs = step.args
-        for steps in launches:
-            yield functools.partial(decode_steps, static._replace(steps=steps), inputs._replace(ends=ends))
-        if not launches:
-            yield step
+        rows: SamplingRows,
+        ends: Ends | None,
+        steps: int,
+    ) -> list[functools.partial]:
+        """A call of `decode_and_sample`, or with ends of `decode_steps`, with shapes for arguments. widths: of the page
+        tables, by layer group."""
+        call = self.step_call(policy, sequences, widths, rows, shape_of((len(sequences),), np.int32, self._committed))
+        if ends is None:
+            return [call]
+        static, inputs = call.args
+        return [functools.partial(decode_steps, static._replace(steps=steps), inputs._replace(ends=ends))]
 
     def step_call(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from jaxtyping import Array, Int, Int32
 
 from kvjax.compilation import program
 from kvjax.engine.multi_step import STOP_IDS, Ends
-from kvjax.engine.page_eviction import takes_several
 from kvjax.engine.sampling import NotFinite, Sampling, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
@@ -26,8 +24,6 @@ from kvjax.text.detokenizer import TextStream
 
 if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
-
-logger = logging.getLogger(__name__)
 
 Ranked = tuple[tuple[int, float], ...]
 """Pairs of token id and log-probability, best first."""
@@ -317,14 +313,11 @@ class PendingStep:
 
 
 class Batch:
-    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs. loops:
-    whether its steps run in `kvjax.engine.multi_step.decode_steps`, in which samples end on the device."""
+    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs."""
 
-    def __init__(self, policy: DecodePolicy, size: int, vocab_size: int, *, loops: bool = False):
+    def __init__(self, policy: DecodePolicy, size: int, vocab_size: int):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
-        self._left = jax.device_put(np.zeros(size, np.int32)) if loops else None
-        self._told = False  # the log has said why steps are launched one by one
-        self._stop_ids: Int[Array, "B S"] | None = None
+        self._ends: Ends | None = None  # where samples end on the device, after a launch of several steps
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
@@ -340,8 +333,7 @@ class Batch:
         self._active.close()
         self.samples[slot], self._rows = sample, None
         self._tokens = _set_token(self._tokens, slot, token)
-        if self._left is not None:
-            self._left = _set_token(self._left, slot, np.array([sample.sampling.max_new_tokens - sample.issued], np.int32))
+        self._ends = None
         if counts is not None:
             if self._counts is None:
                 self._counts = jnp.zeros((self.size, self._vocab_size), jnp.int32)
@@ -350,7 +342,7 @@ class Batch:
     def remove(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
         self._active.close()
-        self.samples[self.samples.index(sample)] = self._rows = None
+        self.samples[self.samples.index(sample)] = self._rows = self._ends = None
 
     def group(self, steps: int = 1) -> DecodeGroup | None:
         """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some
@@ -365,29 +357,22 @@ class Batch:
             rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
             self._rows = jax.device_put(rows)
             self._counts = self._counts if rows.penalises else None
-            if self._left is not None:
-                self._stop_ids = jax.device_put(_padded([() if sample is None else sample.stop_ids for sample in self.samples]))
         given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
-        return DecodeGroup(*given, launch=None if self._left is None else self._launch(steps))
+        return DecodeGroup(*given, launch=self._launch(steps))
 
-    def _launch(self, steps: int) -> Launch:
+    def _launch(self, steps: int) -> Launch | None:
         active = self._active
-        if steps > 1 and not takes_several(self.policy):
-            if not self._told:
-                said = "decode steps of %s are launched one by one, not %d at once: the host gives pages back between steps"
-                logger.warning(said, self.policy, steps)
-                self._told = True
-            steps = 1
-        if active.left.max() < steps:
-            steps = 1
-        written = steps if active.steps >= steps else np.minimum(active.left, steps)
-        return Launch(steps, Ends(self._left, self._stop_ids), written)
+        if steps == 1 or active.left.max() < steps:
+            return None
+        if self._ends is None:
+            stop_ids = _padded([() if sample is None else sample.stop_ids for sample in self.samples])
+            self._ends = jax.device_put(Ends(active.left.astype(np.int32), stop_ids))
+        return Launch(steps, self._ends, steps if active.steps >= steps else np.minimum(active.left, steps))
 
     def launched(self, decoded: Decoded) -> PendingStep:
         """The step of `group` was launched, or its steps."""
-        self._tokens, self._counts, left = decoded.sampled.tokens, decoded.sampled.counts, self._active.steps
-        if self._left is not None:
-            self._left, self._stop_ids = decoded.ends.left, decoded.ends.stop_ids
+        self._tokens, self._counts, self._ends = decoded.sampled.tokens, decoded.sampled.counts, decoded.ends
+        left = self._active.steps
         step = PendingStep(self._active.samples, decoded.packed, self._active, left)
         self._active.launched(step.steps)
         return step

@@ -10,15 +10,20 @@ from kvjax.checks import whole_number
 
 StepsPerLaunch = int | Literal["auto"]
 
-SEVERAL = 8
-"""Steps of a launch that "auto" makes where the host is the slower part."""
+SEVERAL = 4
+"""Steps of a launch that "auto" makes where the host is the slower part. On an H200 eight gained nothing more
+(docs/scheduling.md)."""
+
+WORTH = 256
+"""Tokens of an answer from which on the program of several steps is compiled while the prompt is prefilled."""
 
 SIGNS = 4
 """Launches in a row that must say the same before the number changes."""
 
 
 class LaunchSize:
-    """steps: a number, or "auto": one step while the device is slower than the host, else `SEVERAL`.
+    """steps: a number, or "auto": one step while the device is slower than the host, else `SEVERAL`. on_host: whether
+    the host computes the steps itself; then "auto" is one step, because several gain nothing.
 
     The host launches a step while the device runs the one before, and then waits for it. If it hardly waits, the
     device has waited for the host. With several steps in a launch, the host's part is known from before, and the
@@ -26,21 +31,31 @@ class LaunchSize:
     several gain nothing.
     """
 
-    def __init__(self, steps: StepsPerLaunch):
+    def __init__(self, steps: StepsPerLaunch, *, on_host: bool = False):
         self.auto = steps == "auto" and isinstance(steps, str)
         if not self.auto and isinstance(steps, str):
             raise ValueError(f"steps_per_launch must be a whole number from 1 to {MAX_STEP_TOKENS}, or 'auto', got {steps!r}")
-        self.most = SEVERAL if self.auto else whole_number("steps_per_launch", steps, 1, MAX_STEP_TOKENS + 1)
+        if self.auto:
+            self.most = 1 if on_host else SEVERAL
+        else:
+            self.most = whole_number("steps_per_launch", steps, 1, MAX_STEP_TOKENS + 1)
         self.steps = 1 if self.auto else self.most
         self._host: float | None = None
         self._last: float | None = None
         self._signs = 0
 
+    def sizes(self, tokens: int) -> tuple[int, ...]:
+        """How many steps launches may have while so many tokens are made, the first launch's first. For a short answer
+        "auto" compiles no second program."""
+        if self.auto:
+            return (1, self.most) if self.most > 1 and tokens >= WORTH else (1,)
+        return (self.most, 1) if self.most > 1 else (1,)
+
     def read(self, steps: int, waited: float) -> None:
         """A launch of so many steps was read. waited: how long the host waited for it, in seconds."""
         now, last = time.perf_counter(), self._last
         self._last = now
-        if not self.auto or last is None or steps != self.steps:
+        if not self.auto or self.most == 1 or last is None or steps != self.steps:
             return
         period = now - last
         if steps == 1:

@@ -33,7 +33,7 @@ from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.engine.sequence import CachedSequence
-from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
+from kvjax.engine.step_plan import Chunk, DecodeGroup, Prefilled, StepPlan, StepResult
 from kvjax.engine.steps import sample_first
 from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.batch import Batch, Handle, PendingStep, RequestState, Sample, order, read
@@ -67,7 +67,7 @@ class Scheduler:
     empty, for callers that read token ids only; requests with stop strings have theirs all the same. steps_per_launch:
     how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
-    (docs/scheduling.md). "auto": eight where the device waits for the host, by their measured times, else one. While a
+    (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. While a
     request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has
@@ -86,7 +86,7 @@ class Scheduler:
         on_prefill: Callable[[int], None] | None = None,
         on_short: Callable[[CachedSequence | None], bool] | None = None,
         texts: bool = True,
-        steps_per_launch: StepsPerLaunch = 1,
+        steps_per_launch: StepsPerLaunch = "auto",
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
@@ -102,7 +102,7 @@ class Scheduler:
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
-        self._launches = LaunchSize(steps_per_launch)
+        self._launches = LaunchSize(steps_per_launch, on_host=engine.on_cpu)
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
@@ -361,7 +361,7 @@ class Scheduler:
         ends = [state.prompt_tokens + sampling.max_new_tokens]
         ends += [each.state.prompt_tokens + each.sampling.max_new_tokens for each in others]
         samplings += [None] * (self._bucket - len(samplings))
-        launches = (self._launches.most, 1) if self._launches.most > 1 else ()
+        launches = self._launches.sizes(max(ends) - longest)
         self.engine.compile_ahead(state.policy, state.sequence, (longest + 1, max(ends)), samplings, launches)
 
     # Samples
@@ -401,8 +401,7 @@ class Scheduler:
         """Give a sample a slot of its policy's batch. It continues with its latest token."""
         policy = sample.state.policy
         if policy not in self._batches:
-            loops = self._launches.most > 1
-            self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size, loops=loops)
+            self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size)
         self._batches[policy].put(sample, token, self._counts(sample))
 
     def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
@@ -428,8 +427,7 @@ class Scheduler:
         slices were launched."""
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
         steps = self._launches.steps if self._together is None else self._together.first(self._launches.steps)
-        steps = 1 if self._single_step or starting else steps
-        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
+        groups = self._groups(1 if self._single_step or starting else steps)
         if not groups:
             self._read()
             return 0
@@ -448,6 +446,16 @@ class Scheduler:
         self._prefilled(result.chunks)
         return slices
 
+    def _groups(self, steps: int) -> list[tuple[Batch, DecodeGroup]]:
+        """The batches with samples that want more tokens, and so many steps of each. By "auto" it is one step until the
+        program of several is compiled, because one step needs no other program."""
+        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
+        if steps > 1 and self._launches.auto:
+            compiled = [self.engine.has_program(group) for _, group in groups if group.launch is not None]
+            compiled = all(compiled) if self._together is None else self._together.first(all(compiled))
+            return groups if compiled else self._groups(1)
+        return groups
+
     def _run_plan(self, plan: StepPlan) -> StepResult | None:
         """Run a plan on the engine. Returns None if pages were missing: then nothing ran, and some pages were given
         back.
@@ -459,7 +467,7 @@ class Scheduler:
                 self._together.compare(plan)
             return self.engine.step(plan)
         except OutOfPages as error:
-            self._single_step = any(group.launch is not None and group.launch.steps > 1 for group in plan.decodes)
+            self._single_step = any(group.launch is not None for group in plan.decodes)
             self._make_room(error)
         except Exception as error:
             self._pending = []

@@ -58,7 +58,7 @@ def run_batch(
     slots: int | None = None,
     defaults: Defaults = Defaults(),  # noqa: B008
     on_token: OnToken | None = None,
-    steps_per_launch: StepsPerLaunch = 1,
+    steps_per_launch: StepsPerLaunch = "auto",
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it
     completes.
@@ -86,7 +86,7 @@ def run_file(
     overwrite: bool = False,
     console: Console | None = None,
     stores: bool = False,
-    steps_per_launch: StepsPerLaunch = 1,
+    steps_per_launch: StepsPerLaunch = "auto",
     continue_anyway: bool = False,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing
@@ -116,7 +116,7 @@ def run_records(
     slots: int | None = None,
     console: Console | None = None,
     stores: bool = False,
-    steps_per_launch: StepsPerLaunch = 1,
+    steps_per_launch: StepsPerLaunch = "auto",
     setup: Setup | None = None,
 ) -> Summary:
     """`run_file` for a job whose records were read. setup: what made the engines, for what messages call it."""

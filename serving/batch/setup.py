@@ -47,7 +47,7 @@ class Setup:
     policy: str | None = None
     prefill: str | None = None
     slots: int = 8
-    steps_per_launch: StepsPerLaunch = 1
+    steps_per_launch: StepsPerLaunch = "auto"
     pages: int | None = None
     page_size: int = 128
     prefill_chunk: int = PREFILL_CHUNK

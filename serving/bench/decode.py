@@ -37,7 +37,6 @@ from kvjax.cache.spec import PagedSpec
 from kvjax.compilation import compiled
 from kvjax.cost_model.bytes import rows_bytes, step_bytes
 from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
-from kvjax.engine.page_eviction import check_several
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.step_output import AttentionStats
@@ -159,8 +158,6 @@ class Plan:
             raise ValueError(f"steps per launch must be 1 to {MAX_STEP_TOKENS} and divide {self.steps} steps, each once, got {counts}")
         if counts != (1,) and self.drafts != (1,):
             raise ValueError(f"several steps per launch have no drafts, got {counts} with drafts {self.drafts}")
-        for policy in self.policies if max(counts) > 1 else ():
-            check_several(policy, max(counts))
         if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
             raise ValueError(f"drafts must be among {', '.join(map(str, DRAFTS))}, each once, got {self.drafts}")
         if auto := [policy for policy in self.policies if isinstance(policy, ChoosesDecode)]:

@@ -52,7 +52,7 @@ def batch_command(
         float | None, option("For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", **number(least=0))
     ] = None,
     seed: Annotated[int, option("For records without a seed: this and the record's id make one.", **whole(-(2**63), 2**63 - 1))] = 0,
-    steps_per_launch: StepsPerLaunchOption = 1,
+    steps_per_launch: StepsPerLaunchOption = "auto",
     overwrite: Annotated[bool, option("Replace OUT.jsonl if it exists.", "--overwrite", panel=OUTPUT)] = False,
     continue_anyway: Annotated[
         bool,

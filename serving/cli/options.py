@@ -259,8 +259,8 @@ SeedOption = Annotated[int, option("Seed of random draws.", **whole(0, 2**32 - 1
 StepsPerLaunchOption = Annotated[
     Any,
     option(
-        "Decode steps that the device runs without the host, 1 to 16, or auto: 8 where the device waits for the host. Answers do not "
-        "depend on it. With heavy:K it is 1.",
+        "Decode steps that the device runs without the host, 1 to 16, or auto: 4 where the device waits for the host, else 1. Answers "
+        "do not depend on it.",
         panel=DEVICES,
         **whole(most=16, auto=True),
     ),

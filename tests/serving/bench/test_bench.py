@@ -81,7 +81,6 @@ def test_lengths_that_are_none(text):
         ({"steps_per_launch": (3, 3)}, "each once"),
         ({"steps": 34, "steps_per_launch": (17,)}, "1 to 16"),
         ({"steps_per_launch": (1, 3), "drafts": (1, 4)}, "have no drafts"),
-        ({"steps_per_launch": (3,), "policies": policies_of("heavy:2")}, "launch one step, not 3"),
         ({"policies": policies_of("top:8,top:8+missed1")}, r"top:8\+missed1 runs two programs"),
     ],
 )
