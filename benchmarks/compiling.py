@@ -16,7 +16,7 @@ from benchmarks.run import BenchChunkOption, BenchFormatOption, LayersOption, Pa
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
 from kvjax.model.config import ModelConfig
-from kvjax.scheduler.request import Request
+from kvjax.scheduler.request import OnToken, Request
 from kvjax.scheduler.scheduler import Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
@@ -100,7 +100,8 @@ def cold_row(
     and compiling.
 
     wall_s, warm_s: seconds of the request, and of the same request again. The difference is how long the request waited
-    for programs; some are compiled in another thread, while the device computes. computed: tokens at the end of the
+    for programs; some are compiled in another thread, while the device computes. first_s, warm_first_s: until its first
+    token. computed: tokens at the end of the
     prompt that are computed. The tokens before are skipped, because they would run the same programs. cached: whether
     programs are read from and written to the compilation cache. ValueError if the number of skipped tokens is negative
     or no multiple of the chunk.
@@ -119,14 +120,15 @@ def cold_row(
     named |= {"weights": weights, "cache_format": cache_format, "cached": cached}
     ids = random_prompt(config, prompt, 0)
 
-    def timed() -> float:
-        started = time.perf_counter()
-        _run(engine, [Request(ids, Sampling(max_new_tokens=answer, ignore_eos=True))], slots=1)
-        return time.perf_counter() - started
+    def timed() -> tuple[float, float]:
+        heard, started = [], time.perf_counter()
+        request = Request(ids, Sampling(max_new_tokens=answer, ignore_eos=True))
+        _run(engine, [request], slots=1, on_token=lambda *_: heard.append(time.perf_counter()))
+        return time.perf_counter() - started, heard[0] - started
 
     with listening(cached=cached) as heard:
-        wall = timed()
-    walls = {"wall_s": wall, "warm_s": timed()}
+        cold = timed()
+    walls = dict(zip(("wall_s", "first_s", "warm_s", "warm_first_s"), (*cold, *timed()), strict=True))
     return named | {"computed": computed, "chunk": chunk, "answer": answer} | walls | heard.figures()
 
 
@@ -153,8 +155,8 @@ def programs_row(
     return named | {"lengths": list(lengths), "chunk": chunk, "requests": len(requests), "wall_s": seconds} | heard.figures()
 
 
-def _run(engine: Engine, requests: Sequence[Request], *, slots: int) -> None:
-    scheduler = Scheduler(engine, slots=slots)
+def _run(engine: Engine, requests: Sequence[Request], *, slots: int, on_token: OnToken | None = None) -> None:
+    scheduler = Scheduler(engine, slots=slots, on_token=on_token)
     handles = [scheduler.submit(request) for request in requests]
     while not scheduler.idle:
         scheduler.step()

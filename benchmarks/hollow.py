@@ -93,6 +93,11 @@ class FakeEngine(Engine):
         result = super().step(dataclasses.replace(plan, chunks=()))
         return StepResult(result.decodes, tuple(map(self._pass_over, plan.chunks)))
 
+    def compile_chunk_ahead(self, chunk: Chunk) -> bool:
+        """As `Engine.compile_chunk_ahead`, but not for a chunk that is not computed."""
+        hollow = self.hollow is None or chunk.sequence.length < self.hollow
+        return not hollow and super().compile_chunk_ahead(chunk)
+
     def _pass_over(self, chunk: Chunk) -> Prefilled | None:
         sequence = chunk.sequence
         tokens = list(chunk.tokens[: self.prefill_chunk]) if self.hollow is None else [0] * self.hollow

@@ -124,9 +124,10 @@ def cold_cells(row: Row) -> tuple[str, ...]:
     """Cells with programs and seconds."""
     spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
     waited = f"{row['wall_s'] - row['warm_s']:.2f}"
+    first = f"{row['first_s'] - row['warm_first_s']:.2f}" if "first_s" in row else "-"
     shape, tokens = shape_text(row), tokens_text(row["prompt"])
     start = "second" if row.get("cached") else "first"
-    return shape, *_packing(row), f"`{row['prefill']}`", tokens, start, f"{row['programs']}", *spent, waited
+    return shape, *_packing(row), f"`{row['prefill']}`", tokens, start, f"{row['programs']}", *spent, first, waited
 
 
 def programs_cells(row: Row) -> tuple[str, ...]:
@@ -273,7 +274,20 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "default-tokens": (("shape", "tokens", "weights", "pages", "policy", "steps per launch", "ms per token", "range ms"), token_cells),
     "default-job": (("shape", "job", "weights", "pages", "policy", "first time s", "again s"), job_cells),
     "cold": (
-        ("shape", "weights", "pages", "prefill", "prompt", "start", "programs", "tracing s", "lowering s", "compiling s", "waiting s"),
+        (
+            "shape",
+            "weights",
+            "pages",
+            "prefill",
+            "prompt",
+            "start",
+            "programs",
+            "tracing s",
+            "lowering s",
+            "compiling s",
+            "first waits s",
+            "all wait s",
+        ),
         cold_cells,
     ),
     "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),

@@ -11,6 +11,7 @@ kernels.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -36,6 +37,9 @@ raises ValueError."""
 
 THREADS_AHEAD = 2
 """How many programs are compiled beside each other while a prompt is prefilled: those of one step and of several."""
+
+SHORT = 0.25
+"""Seconds in which a program comes from the compilation cache."""
 
 PATIENCE = 2000
 """How often a program is missed before it is compiled in the middle of work."""
@@ -93,6 +97,11 @@ class CompileAhead:
         """Whether programs were begun, and are compiled."""
         future = self._begun.get(key)
         return future is not None and future.done() and future.exception() is None
+
+    def takes_long(self, key: Hashable) -> bool:
+        """Whether programs that were begun are still being compiled after `SHORT` seconds. Those of the compilation
+        cache are not."""
+        return key in self.running and not concurrent.futures.wait([self.running[key]], timeout=SHORT).done
 
     def wait(self, key: Hashable) -> None:
         """Wait until a key's programs are compiled, if they were begun."""

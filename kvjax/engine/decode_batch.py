@@ -113,8 +113,9 @@ class DecodeBatch:
             return self.longest + written
         return max((length + count for length, count in zip(self.lengths, written[self.rows].tolist(), strict=True)), default=0)
 
-    def cache(self, pool: Pool, written: Written) -> tuple[Cache, NextPages]:
+    def cache(self, pool: Pool, written: Written, reach: int = 0) -> tuple[Cache, NextPages]:
         """The cache that a step of so many tokens reads and writes, and the pages that `name_pages` adds to its tables.
+        reach: tokens for which the tables have room at least.
         Every sequence must have its pages. The step DONATES all of it: call `advance` with its result, or `forget` if
         it fails."""
         if near := self._at_page_end(_most(written)):
@@ -123,7 +124,7 @@ class DecodeBatch:
                 self._bind_next_pages(pool, sequence)
                 self._page_ends[place] = self._growth.tokens + self._set_next_pages(self.rows[place], sequence) - sequence.length
             self._nearest_end = min(self._page_ends)
-        longest = self.longest_after(written)
+        longest = max(self.longest_after(written), reach)
         if self._dirty or not self._holds[0] < longest <= self._holds[1]:
             self._place_rows(longest)
         if self._tables is None:

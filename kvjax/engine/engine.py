@@ -175,7 +175,7 @@ class Engine:
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
         self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
         self._sampled: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
-        self._compile_ahead = CompileAhead()
+        self._compile_ahead, self._steps_asked = CompileAhead(), set[Hashable]()
         self.last_reads: AttentionStats | None = None
         self.sequences: set[CachedSequence] = set()
 
@@ -386,6 +386,8 @@ class Engine:
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(groups, plan.chunks)
         decodes = tuple([self._sent(self._decode(each)) for each in groups])
+        for each in plan.chunks if self._compile_ahead.running else ():
+            self._compile_ahead.wait(self._runs[each.sequence].program)
         return StepResult(decodes, tuple([self._prefiller.advance_one_of(self._runs, each.sequence, each.slices) for each in plan.chunks]))
 
     def _sent(self, decoded: Decoded) -> Decoded:
@@ -424,30 +426,49 @@ class Engine:
         self,
         policy: DecodePolicy,
         sequence: CachedSequence,
-        tokens: tuple[int, int],
+        tokens: int,
         samplings: Sequence[Sampling | None],
         launches: Sequence[int] = (1,),
     ) -> None:
-        """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the
-        decode step of slots with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens:
-        of the longest sequence in the slots, after the first step and at most; if it may outgrow the page tables of
-        that step, the step with the next larger ones, too. launches: how many steps each launch may have
-        (`decode_steps`)."""
-        first, last = tokens
-        outgrown = table_width(-(-first // self.page_size)) * self.page_size + 1
-        rows = SamplingRows.of(samplings)
-        self._compile_ahead.begin((SamplingRows, rows.penalises), functools.partial(self._warmup.first_token, samplings[0]))
-        for length in (first, outgrown) if outgrown <= last else (first,):
-            widths = self._widths(length)
-            for each, steps in itertools.product(programs_of(policy), launches):
-                ends = Ends.shape_of(len(samplings), STOP_IDS) if steps > 1 else None
-                self._begin_compiling(each, [sequence] + [None] * (len(samplings) - 1), widths, rows, ends, steps)
+        """Compile, in other threads, what follows the prefill of a sequence: the choice of its first token, and the
+        decode step of slots with these samplings, the sequence's first. For a policy that learns from prefill a chunk
+        of it must have been prefilled. tokens: that the longest sequence in the slots may come to. launches: how many
+        steps each launch may have (`decode_steps`)."""
+        if policy.learns is not None and not sequence.length:
+            return  # its states are not known
+        rows, widths = SamplingRows.of(samplings), self._widths(tokens)
+        one = SamplingRows.of(samplings[:1])
+        self._compile_ahead.begin((one.draws, one.penalises, one.ranks), functools.partial(self._warmup.first_token, one))
+        for each, steps in itertools.product(programs_of(policy), launches):
+            ends = Ends.shape_of(len(samplings), STOP_IDS) if steps > 1 else None
+            self._begin_compiling(each, [sequence] + [None] * (len(samplings) - 1), widths, rows, ends, steps)
+
+    @guarded
+    def compile_chunk_ahead(self, chunk: Chunk) -> bool:
+        """Begin a chunk, but run none of it, and compile its program in another thread. Returns whether that takes a
+        while, in which more can be compiled. Raises as `step` does."""
+        self._take_pages((), (chunk,))
+        run = self._runs[chunk.sequence]
+        params, pages = (jax.tree.leaves(tree)[0].committed for tree in (self.model.params, self._pool.layers))
+        if run.staged is not None or run.program in self._compile_ahead or params != pages:
+            return False  # the first call binds the pages to the device of the weights, and the second is another program
+        self._compile_ahead.begin(run.program, functools.partial(self._prefiller.calls, run))
+        return self._compile_ahead.takes_long(run.program)
+
+    def holds_up(self, group: DecodeGroup) -> bool:
+        """Whether the first step like the group's has to wait until it is compiled. Says so once."""
+        longest = max(group.reach, 1 + max(each.length for each in group.sequences if each is not None))
+        policy, *_ = programs_of(self._policy_set.find(group.policy))
+        key = _program(policy, self._widths(longest).values(), group.sampling, None, 1)
+        first = key not in self._steps_asked and not self._compile_ahead.is_compiled(key)
+        self._steps_asked.add(key)
+        return first
 
     def has_program(self, group: DecodeGroup) -> bool:
         """Whether the program of a group's launch of several steps is compiled. One that is often asked for is compiled
         in another thread (`kvjax.compilation.CompileAhead.wanted`)."""
         steps, policy, rows, ends = group.launch.steps, self._policy_set.find(group.policy), group.sampling, group.launch.ends
-        widths = self._widths(steps + max(each.length for each in group.sequences if each is not None))
+        widths = self._widths(max(group.reach, steps + max(each.length for each in group.sequences if each is not None)))
         programs = [(each, _program(each, widths.values(), rows, ends, steps)) for each in programs_of(policy)]
         for each, key in programs:
             if self._compile_ahead.wanted(key):
@@ -806,7 +827,8 @@ class Engine:
             step, sampling, steps = decode_and_sample, (rows, group.counts), 1
         else:
             step, sampling, steps = decode_steps, (rows, group.counts, launch.ends), launch.steps
-        launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, written=group.written, steps=steps)
+        sizes = {"written": group.written, "steps": steps, "reach": group.reach}
+        launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, **sizes)
         sampled, packed, *ends = launched.results
         drafted = sampled.accepted is not None
         self._keep(launched, np.asarray(sampled.accepted) if drafted else group.written)
@@ -823,14 +845,15 @@ class Engine:
         *,
         written: Written = 1,
         steps: int = 1,
+        reach: int = 0,
     ) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes. sampling: the fields of
-        `StepInputs` after the states. steps: of `decode_steps`."""
+        `StepInputs` after the states. steps: of `decode_steps`. reach: of `DecodeGroup`."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, written)
         sequences, counts = slots.lacking(written)
         with self._reserved(sequences, counts) if sequences else contextlib.nullcontext():
-            return self._run(step, slots, tokens, policy, sampling, written, steps)
+            return self._run(step, slots, tokens, policy, sampling, written, steps, reach)
 
     def _run(
         self,
@@ -841,6 +864,7 @@ class Engine:
         sampling: tuple[Any, ...],
         written: Written,
         steps: int,
+        reach: int,
     ) -> Launched:
         """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have
         been taken. The sequences do not change."""
@@ -854,7 +878,7 @@ class Engine:
         if self._pool.frames:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
-        cache, following = slots.cache(self._pool, written)
+        cache, following = slots.cache(self._pool, written, reach)
         if self._compile_ahead.running and sampling:
             widths = (cache.page_tables[group.name].shape[1] for group in cache.spec.groups)
             self._compile_ahead.wait(_program(policy, widths, sampling[0], sampling[2] if len(sampling) > 2 else None, steps))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,12 @@ class ChunkRun:
     staged: dict[str, tuple[Staged, Window]] | None = None
     ahead: Any = None
     learned: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+
+    @property
+    def program(self) -> tuple[Hashable, ...]:
+        """What the programs of its slices are compiled for, beside the engine itself."""
+        widths = (table.shape[1] for table in self.tables.values())
+        return self.policy, *widths, self.learning is None, self.staged is None
 
     def check_same(self, tokens: Sequence[int]) -> None:
         """ValueError unless these tokens begin with those of the chunk."""

@@ -44,7 +44,8 @@ class DecodeGroup:
 
     sequences: one per slot, None where a slot is empty; their number is a batch bucket of the engine. tokens: `[B]`, or
     `[B, T]`: each row's certain token, and T - 1 drafted ones after it. policy: None is the engine's. counts: as
-    `Engine.decode_and_sample` takes them. launch: several steps at once, without drafts; None: one.
+    `Engine.decode_and_sample` takes them. launch: several steps at once, without drafts; None: one. reach: tokens that
+    the longest sequence may come to; page tables have room for them, so that later steps run the same program.
     """
 
     sequences: tuple[CachedSequence | None, ...]
@@ -53,6 +54,7 @@ class DecodeGroup:
     policy: str | DecodePolicy | None = None
     counts: Int[Array, "B V"] | None = None
     launch: Launch | None = None
+    reach: int = 0
 
     @property
     def written(self) -> Written:

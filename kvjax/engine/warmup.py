@@ -20,7 +20,7 @@ from kvjax.engine.decode_batch import in_bucket
 from kvjax.engine.multi_step import Ends, decode_steps
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
-from kvjax.engine.sampling import Sampled, Sampling, SamplingRows
+from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample, sample_first
 from kvjax.model.protocols import Model
@@ -129,9 +129,9 @@ class Warmup:
         """Where results of programs are; None: not committed to any device."""
         return place_beside(self.pool.layers) if first_array(self.pool.layers).committed else None
 
-    def first_token(self, sampling: Sampling) -> list[functools.partial]:
-        """A call of `sample_first`, with shapes for arguments."""
-        vocab_size, rows = self.model.config.vocab_size, SamplingRows.of([sampling])
+    def first_token(self, rows: SamplingRows) -> list[functools.partial]:
+        """A call of `sample_first`, with shapes for arguments. rows: of one row."""
+        vocab_size = self.model.config.vocab_size
         counts = shape_of((vocab_size,), np.int32) if rows.penalises else None
         logits = shape_of((vocab_size,), np.float32, self._committed)
         return [functools.partial(sample_first, logits, rows, shape_of((1,), np.int32), counts)]

@@ -186,7 +186,8 @@ class RequestState:
 
     handle: what its submitter sees. given: the caller's own sequence, of which the sample is a fork. ids: of its
     prompt. policy: decodes it; None before it was looked at. samples: those that have started. untold: found tokens,
-    until the next chunk tells of them. sequence: the prompt's, until its last sample takes it over.
+    until the next chunk tells of them. begun: whether a chunk of it has begun. sequence: the prompt's, until its last
+    sample takes it over.
     """
 
     def __init__(self, handle: Handle, given: CachedSequence | None = None):
@@ -194,7 +195,7 @@ class RequestState:
         self.ids: Sequence[int] = ()
         self.policy: DecodePolicy | None = None
         self.samples: list[Sample] = []
-        self.untold = 0
+        self.untold, self.begun = 0, False
         self._sequence: CachedSequence | None = None
 
     @property
@@ -230,8 +231,9 @@ def order(entry: RequestState | Sample) -> tuple[int, ...]:
 class ActiveBatch:
     """The samples of a batch that step together, by slot, until one comes, goes, or has issued its last token.
 
-    steps: how many are left until then; 0 after `close`. While only ids are kept of their tokens and none ends, the
-    results of a step are put aside for all samples together. `settle` gives them to the samples.
+    steps: how many are left until then; 0 after `close`. reach: tokens that the longest may come to. While only ids are
+    kept of their tokens and none ends, the results of a step are put aside for all samples together. `settle` gives
+    them to the samples.
     """
 
     def __init__(self, samples: Sequence[Sample | None]):
@@ -241,6 +243,7 @@ class ActiveBatch:
         self._stepping = [self.samples[slot] for slot in self._slots]
         self.left = np.array([0 if sample is None else sample.sampling.max_new_tokens - sample.issued for sample in self.samples])
         self.steps = min(self.left[self._slots].tolist(), default=0)
+        self.reach = max((sample.handle.prompt_tokens + sample.sampling.max_new_tokens for sample in self._stepping), default=0)
         self._alike = all(sample.only_ids for sample in self._stepping)
         self._stop_ids = frozenset().union(*(sample.stop_ids for sample in self._stepping))
         self._aside: list[Int32[np.ndarray, "B C"]] = []
@@ -358,7 +361,7 @@ class Batch:
             self._rows = jax.device_put(rows)
             self._counts = self._counts if rows.penalises else None
         given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
-        return DecodeGroup(*given, launch=self._launch(steps))
+        return DecodeGroup(*given, launch=self._launch(steps), reach=self._active.reach)
 
     def _launch(self, steps: int) -> Launch | None:
         active = self._active

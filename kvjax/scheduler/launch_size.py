@@ -14,8 +14,9 @@ SEVERAL = 4
 """Steps of a launch that "auto" makes where the host is the slower part. On an H200 eight gained nothing more
 (docs/scheduling.md)."""
 
-WORTH = 256
-"""Tokens of an answer from which on the program of several steps is compiled while the prompt is prefilled."""
+LONG_PROMPT, LONG_ANSWER = 32_768, 256
+"""Tokens of a prompt that were prefilled, and of its answer, from which on the program of several steps is compiled
+while the rest of the prompt is prefilled."""
 
 SIGNS = 4
 """Launches in a row that must say the same before the number changes."""
@@ -44,11 +45,11 @@ class LaunchSize:
         self._last: float | None = None
         self._signs = 0
 
-    def sizes(self, tokens: int) -> tuple[int, ...]:
-        """How many steps launches may have while so many tokens are made, the first launch's first. For a short answer
-        "auto" compiles no second program."""
+    def sizes(self, prefilled: int, tokens: int) -> tuple[int, ...]:
+        """How many steps launches may have while so many tokens are made, the first launch's first. prefilled: tokens
+        of the prompt so far. "auto" compiles a second program only for a long prompt and a long answer."""
         if self.auto:
-            return (1, self.most) if self.most > 1 and tokens >= WORTH else (1,)
+            return (1, self.most) if self.most > 1 and prefilled >= LONG_PROMPT and tokens >= LONG_ANSWER else (1,)
         return (self.most, 1) if self.most > 1 else (1,)
 
     def read(self, steps: int, waited: float) -> None:

@@ -44,9 +44,10 @@ from kvjax.text.detokenizer import CONTEXT, TextStream
 from kvjax.text.tokenization import encode
 
 DEFAULT_SLOTS = 8
-AHEAD = 4
-"""Chunks of a prompt after which what follows the prompt is traced. The device is one chunk behind the host, and works
-meanwhile."""
+AHEAD, LONG_REST = 4, 32_768
+"""Chunks of a prompt after which what follows the prompt is traced, and tokens that are left of it then at least. The
+device is one chunk behind the host, and waits while the host traces; the compiler works while the rest is
+prefilled."""
 ALONE = contextlib.nullcontext()
 
 
@@ -316,6 +317,7 @@ class Scheduler:
         """Run the next chunk of the prompt that is being prefilled."""
         self.engine.guard.interrupt_point()
         chunks = self._chunks(None)
+        self._compile_with(chunks)
         if (result := self._run_plan(StepPlan(chunks=chunks))) is not None:
             self._prefilled(result.chunks)
 
@@ -343,26 +345,42 @@ class Scheduler:
                     raise
             else:  # each sample takes pages, and waits for them like a request
                 self._wait(state)
-        elif state.sequence.length >= min(AHEAD * self.engine.prefill_chunk, state.prompt_tokens - self.engine.prefill_chunk):
+        elif self._has_time_to_trace(state):
             self._compile_ahead(state)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             chunks[0].wait()
             found, state.untold = state.untold, 0
             self.on_prefill(found + chunks[0].written)
 
+    def _compile_with(self, chunks: tuple[Chunk, ...]) -> None:
+        """If the program of a prompt's first chunk is new, compile what comes after the prompt beside it. What fails
+        here fails again when the chunk runs."""
+        if self._together is not None or self._prefilling.begun:
+            return
+        self._prefilling.begun = True
+        with contextlib.suppress(Exception):
+            if self.engine.compile_chunk_ahead(chunks[0]):
+                self._compile_ahead(self._prefilling)
+
+    def _has_time_to_trace(self, state: RequestState) -> bool:
+        """Whether what follows a prompt should be traced now, between two of its chunks. Where others decode, it is,
+        because they would wait for the compiler, too."""
+        done, chunk = state.sequence.length, self.engine.prefill_chunk
+        if self._batches:
+            return done >= min(AHEAD * chunk, state.prompt_tokens - chunk)
+        return done >= AHEAD * chunk and state.prompt_tokens - done >= LONG_REST
+
     def _compile_ahead(self, state: RequestState) -> None:
-        """While the device prefills the rest of a prompt, compile what comes after it."""
+        """Compile what comes after a prompt."""
         batch, sampling = self._batches.get(state.policy), state.sampling
         if sampling.max_new_tokens == 1:
             return
         others = [] if batch is None else [each for each in batch.samples if each is not None]
         samplings = [sampling, *(each.sampling for each in others)]
-        longest = max([state.prompt_tokens, *(each.sequence.length for each in others)])
-        ends = [state.prompt_tokens + sampling.max_new_tokens]
-        ends += [each.state.prompt_tokens + each.sampling.max_new_tokens for each in others]
+        reach = max(each.handle.prompt_tokens + each.sampling.max_new_tokens for each in (state, *others))
         samplings += [None] * (self._bucket - len(samplings))
-        launches = self._launches.sizes(max(ends) - longest)
-        self.engine.compile_ahead(state.policy, state.sequence, (longest + 1, max(ends)), samplings, launches)
+        launches = self._launches.sizes(state.sequence.length, sampling.max_new_tokens)
+        self.engine.compile_ahead(state.policy, state.sequence, reach, samplings, launches)
 
     # Samples
 
@@ -428,6 +446,10 @@ class Scheduler:
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
         steps = self._launches.steps if self._together is None else self._together.first(self._launches.steps)
         groups = self._groups(1 if self._single_step or starting else steps)
+        first = self._together is None and any(each.active is None for each in self._pending)
+        if first and any(self.engine.holds_up(group) for _, group in groups):
+            self._read()  # a first token does not wait for the compiler
+            return 0
         if not groups:
             self._read()
             return 0

@@ -11,13 +11,20 @@ from quick_cases import some_long
 from tiny_models import make_family, shallow
 
 import kvjax
-from kvjax import Engine, Request, Sampling, Scheduler
+from kvjax import Engine, Request, Sampling, Scheduler, compilation
 from kvjax.compilation import CompileAhead
 from kvjax.policies.decode import Window
 from kvjax.policies.decode.base import Stateless
+from kvjax.scheduler import scheduler as scheduler_module
 
 PAGE, CHUNK, BUCKET = 16, 32, 3  # no other test has this bucket, so nothing is compiled yet
 PROMPT = list(range(1, 2 * CHUNK + 3))
+
+
+@pytest.fixture(autouse=True)
+def slow_compiler(monkeypatch):
+    """Small programs are compiled in no time."""
+    monkeypatch.setattr(compilation, "SHORT", 0)
 
 
 def complete(engine, *requests):
@@ -26,6 +33,11 @@ def complete(engine, *requests):
     while not scheduler.idle:
         scheduler.step()
     return [handle.completion for handle in handles]
+
+
+def is_step(key):
+    """Whether a program is a step of these slots, not a chunk."""
+    return key[1] == BUCKET
 
 
 CASES = {
@@ -54,11 +66,23 @@ def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
 
 
 @pytest.mark.long
-def test_a_prompt_of_one_chunk_compiles_in_its_calls(compiled):
-    """Nothing runs on the device meanwhile."""
+def test_a_first_prompt_of_one_chunk_compiles_everything_beside_its_own_program(compiled):
     engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     complete(engine, Request(PROMPT[:CHUNK], Sampling(max_new_tokens=2)))
-    assert compiled["decode_and_sample"] == ["call"]
+    assert compiled["prefill_slice"] == compiled["decode_and_sample"] == ["ahead"]
+
+
+def test_a_first_token_does_not_wait_until_the_step_after_it_is_compiled(compiled):
+    """Its caller has it before the step's program is there."""
+    engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    heard, ahead, wait = [], engine._compile_ahead, engine._compile_ahead.wait
+    ahead.is_compiled = lambda key: False  # the compiler may be the faster one
+    ahead.wait = lambda key: heard.extend(["wait"] if is_step(key) and key in ahead.running else []) or wait(key)
+    scheduler = Scheduler(engine, slots=BUCKET, on_token=lambda *_: heard.append("token"))
+    scheduler.submit(Request(PROMPT, Sampling(max_new_tokens=2)))
+    while not scheduler.idle:
+        scheduler.step()
+    assert heard == ["token", "wait", "token"]
 
 
 def test_a_step_of_other_tables_does_not_wait(compiled):
@@ -66,7 +90,7 @@ def test_a_step_of_other_tables_does_not_wait(compiled):
     engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     waited = []
     ahead, wait = engine._compile_ahead, engine._compile_ahead.wait
-    ahead.wait = lambda key: waited.append((key in ahead.running, key[2])) or wait(key)
+    ahead.wait = lambda key: waited.extend([(key in ahead.running, key[2])] if is_step(key) else []) or wait(key)
     scheduler = Scheduler(engine, slots=BUCKET, max_gap_ms=1e4)
     scheduler.submit(Request(PROMPT[:4], Sampling(max_new_tokens=24)))
     scheduler.step()
@@ -74,19 +98,36 @@ def test_a_step_of_other_tables_does_not_wait(compiled):
     while not scheduler.idle:
         scheduler.step()
     assert {key for _, key in waited} == {16, 64}
-    assert {key for found, key in waited if found} == {64}
-    assert compiled["decode_and_sample"] == ["call", "ahead"]
+    assert [key for found, key in waited if found] == [16, 64], "each once"
+    assert compiled["decode_and_sample"] == ["ahead", "ahead"]
 
 
-def test_a_step_of_the_tables_that_an_answer_will_need_is_compiled_with_the_first(compiled):
-    """No step waits for it in the middle of the answer."""
+def test_tables_have_room_for_the_whole_answer(compiled):
+    """No step waits for a program of wider tables in the middle of an answer."""
     engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     prompt = [1] * (16 * PAGE - 3)
-    (done,) = complete(engine, Request(prompt, Sampling(max_new_tokens=3)))
-    assert compiled["decode_and_sample"] == ["ahead"], "it ends within the tables"
     (done,) = complete(engine, Request(prompt, Sampling(max_new_tokens=9)))
     assert len(done.token_ids) == 9
-    assert compiled["decode_and_sample"] == ["ahead", "ahead"]
+    assert compiled["decode_and_sample"] == ["ahead"]
+
+
+def test_a_program_that_comes_from_the_cache_holds_nothing_up(compiled, monkeypatch):
+    """Then the first chunk runs before anything else is traced."""
+    monkeypatch.setattr(compilation, "SHORT", 60)
+    engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    complete(engine, Request(PROMPT, Sampling(max_new_tokens=2)))
+    assert (compiled["prefill_slice"], compiled["decode_and_sample"]) == (["ahead"], ["call"])
+
+
+def test_what_follows_a_long_prompt_is_compiled_while_its_rest_is_prefilled(compiled, monkeypatch):
+    """Its own program was there."""
+    monkeypatch.setattr(scheduler_module, "LONG_REST", CHUNK)
+    engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    prompt = [1] * (scheduler_module.AHEAD + 1) * CHUNK
+    complete(engine, Request(prompt, Sampling(max_new_tokens=1)))
+    assert not compiled["decode_and_sample"]
+    complete(engine, Request(prompt, Sampling(max_new_tokens=2)))
+    assert compiled["decode_and_sample"] == ["ahead"]
 
 
 @pytest.mark.long
@@ -96,7 +137,7 @@ def test_other_samplings_compile_their_own(compiled):
     first = Request(PROMPT, Sampling(max_new_tokens=6))
     both = complete(engine, first, Request(PROMPT, Sampling(max_new_tokens=3, temperature=1.0)))
     assert all(done.error is None for done in both)
-    assert sorted(compiled["decode_and_sample"]) == ["ahead", "call"]
+    assert compiled["decode_and_sample"] == compiled["sample_first"] == ["ahead", "ahead"]
     assert complete(engine, first)[0].token_ids == both[0].token_ids
 
 
@@ -142,11 +183,12 @@ def test_code_of_policies_runs_in_the_callers_thread(compiled):
 
 
 @pytest.mark.long
-def test_weights_that_are_bound_to_a_device(compiled):
+def test_weights_that_are_bound_to_a_device(compiled, monkeypatch):
     model = shallow(make_family("llama"))
     model = type(model)(model.decoder, jax.device_put(model.params, jax.devices()[0]))
     engine = Engine(model, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
-    (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=2)))
+    monkeypatch.setattr(scheduler_module, "LONG_REST", CHUNK)
+    (done,) = complete(engine, Request([1] * 6 * CHUNK, Sampling(max_new_tokens=2)))
     assert done.error is None
     assert compiled["decode_and_sample"] == compiled["sample_first"] == ["ahead"]
 
