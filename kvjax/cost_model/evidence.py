@@ -249,7 +249,7 @@ def with_results(
     for source, result in results:
         of_result = _of_recall if result.get("bench") == "prefill-echo" else _of_needles
         try:
-            added += [(result["provenance"]["date"], row) for row in of_result(result, source, model)]
+            added += [(str(result["provenance"]["date"]), row) for row in of_result(result, source, model)]
         except KeyError as error:
             raise ValueError(f"{source} has no {error}, so it is no JSON of kvjax recall or of kvjax needle --prefill") from None
         except (TypeError, AttributeError, OverflowError) as error:

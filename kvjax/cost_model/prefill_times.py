@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.resources
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
     points: dict[tuple[str, str, LayerSizes], dict[tuple[str, int], tuple[float, float, str]]] = {}
     source = ""
     try:
-        for source, run in sorted(results, key=lambda pair: pair[1]["provenance"]["date"]):
+        for source, run in sorted(results, key=lambda pair: str(pair[1]["provenance"]["date"])):
             if run["bench"] not in ("prefill-ops", "prefill-layers"):
                 raise KeyError("prefill-ops")
             for row in run["rows"]:
@@ -158,7 +159,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
                     sizes = LayerSizes(**{field.name: row[field.name] for field in dataclasses.fields(LayerSizes)})
                     spread = (row["p90_s"] - row["p10_s"]) / (2 * row["median_s"])
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
-                    measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
+                    measured[name, operator.index(row["tokens"])] = (row["median_s"] / row.get("layers", 1), spread, source)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{source or 'a file'} is no result of benchmarks.prefill_ops: {error} is missing or wrong") from None
     if not points:

@@ -78,7 +78,8 @@ class Bnb4(Layout):
             found = json.loads(matrix.array(_STATE + kinds[0]).tobytes())
             if found.get("quant_type") != kinds[0] or tuple(found.get("shape") or ()) != matrix.shape:
                 raise ValueError(f"quant_type {found.get('quant_type')!r:.50}, shape {found.get('shape')!r:.50}")
-            if found.get("blocksize") not in _BLOCKS or found.get("nested_blocksize", 256) not in _BLOCKS:
+            sizes = found.get("blocksize"), found.get("nested_blocksize", 256)
+            if not all(isinstance(size, int) and size in _BLOCKS for size in sizes):  # 64.0 equals 64, but is no index
                 raise ValueError(f"blocksize {found.get('blocksize')!r:.50}, nested_blocksize {found.get('nested_blocksize')!r:.50}")
             offset = found.setdefault("nested_offset", 0.0)
             if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):

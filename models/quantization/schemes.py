@@ -112,7 +112,7 @@ _AWQ = {"gemm": "awq", "gemv": "gemv", "gemv_fast": "gemv_fast"}
 
 def _gptq(config: Fields) -> Published:
     version, bits = config.get("checkpoint_format", config.get("format", "gptq")), config.get("bits")
-    if bits not in (2, 3, 4, 8):
+    if not isinstance(bits, int) or bits not in (2, 3, 4, 8):  # 4.0 equals 4, but is no number of places to shift by
         raise unsupported("bits", bits, "2, 3, 4 and 8")
     if version not in ("gptq", "gptq_v2"):
         raise unsupported("checkpoint_format", version, "'gptq' and 'gptq_v2'")

@@ -58,6 +58,8 @@ class TorchAo(Layout):
     def measured(self, matrix: StoredMatrix) -> list[int]:
         """The blocks, from the number of scales: older versions do not say them."""
         scales = matrix.parts[_SCALE].shape
+        if 0 in scales:
+            raise ValueError("there is no scale")
         return [size // count for size, count in zip(matrix.shape, scales if len(scales) == 2 else (1, 1), strict=True)]
 
     def check(self, matrix: StoredMatrix) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -178,6 +179,9 @@ def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path} is not a Parquet file ({error})") from None
     with file, _whole_parquet(path):
+        name, count = next(iter(Counter(file.schema_arrow.names).most_common(1)), ("", 0))
+        if count > 1:  # nobody knows which was meant
+            raise ValueError(f"{path} has {count} columns named {name!r:.80}: leave one of them")
         number, groups = 1, list(range(file.num_row_groups))
         while groups and number + (rows := file.metadata.row_group(groups[0]).num_rows) <= first:
             number += rows

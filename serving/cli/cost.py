@@ -230,7 +230,7 @@ def _cells_of(runs: dict[Path, dict[str, Any]], steps_per_launch: int) -> dict[K
     from kvjax.serving.bench.decode import config_of
 
     groups: dict[Key, list[Cell]] = {}
-    for file, run in sorted(runs.items(), key=lambda pair: str(pair[1].get("provenance", {}).get("date"))):
+    for file, run in sorted(runs.items(), key=lambda pair: _date(pair[1])):
         try:
             for key, cells in read_cells([run], config_of, steps_per_launch).items():
                 groups.setdefault(key, []).extend(cells)
@@ -240,6 +240,12 @@ def _cells_of(runs: dict[Path, dict[str, Any]], steps_per_launch: int) -> dict[K
             said = f"{error} is missing" if isinstance(error, KeyError) else f"a field is of another kind ({error})"
             raise typer.BadParameter(f"{file}: {said}, so it is no result of kvjax bench decode or tiers") from None
     return {key: merged(cells) for key, cells in groups.items()}
+
+
+def _date(run: dict[str, Any]) -> str:
+    """When a result was measured, as it says; "" if it does not."""
+    provenance = run.get("provenance")
+    return str(provenance.get("date", "")) if isinstance(provenance, dict) else ""
 
 
 def _in_repository(file: Path) -> str:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
+from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError, Unavailable
 from kvjax.serving.bodies import WrongField, check_once, from_json
 from kvjax.serving.server.auth import only_authorization
 from kvjax.serving.server.completion import TextCompletion
@@ -161,6 +161,8 @@ class _Routes:
             except SessionError as error:
                 call.end(error)
                 response = error_response(error)
+            except asyncio.CancelledError:
+                response = error_response(self._cut_off(call))
             except Exception as raised:
                 logger.exception("%s failed", path)
                 error = SessionError(f"{type(raised).__name__}: see the server's log")
@@ -170,6 +172,15 @@ class _Routes:
             return response
 
         return answered
+
+    def _cut_off(self, call: Call) -> SessionError:
+        """What a request is told whose time has passed while the server ends. To be called where a task was cancelled:
+        raises that again where it was not by the server's end."""
+        if not self._admission.ending:
+            raise
+        error = Unavailable("the server has ended before the answer was complete: send the request again", reason="ending")
+        call.end(error)
+        return error
 
     async def _models(self, request: Request, call: Call) -> Response:
         from starlette.responses import JSONResponse
@@ -236,7 +247,8 @@ class _Routes:
                 if begun.done():
                     begun.result()  # its error has a status of its own
                 streams = True
-                return _Streamed(self._pieces(begun, form, call), options.stall_s, call, partial(self._end, begun))
+                pieces, ends = self._pieces(begun, form, call), partial(self._end, begun)
+                return _Streamed(pieces, options.stall_s, call, ends, partial(self._cut_off, call))
             completion = await _unless_gone(request, asyncio.shield(begun))
             call.session = completion.session.id
             text = await _unless_gone(request, self._all(completion))
@@ -309,12 +321,20 @@ class _Routes:
 
 class _Streamed:
     """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of
-    them. A client that takes none for `stall_s` seconds is cut off."""
+    them. A client that takes none for `stall_s` seconds is cut off. cut_off: gives the last event of a response whose
+    task was cancelled."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, call: Call, end: Callable[[], Awaitable[None]]):
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        stall_s: float,
+        call: Call,
+        end: Callable[[], Awaitable[None]],
+        cut_off: Callable[[], SessionError],
+    ):
         from starlette.responses import StreamingResponse
 
-        self._stall_s, self._call, self._end = stall_s, call, end
+        self._stall_s, self._call, self._end, self._cut_off = stall_s, call, end, cut_off
         self._response = StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self.headers = self._response.headers
 
@@ -328,6 +348,9 @@ class _Streamed:
 
         try:
             await self._response(scope, receive, limited)
+        except asyncio.CancelledError:
+            last = _event(error_body(self._cut_off())[1])
+            await limited({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._call.end(Cancelled("the client has gone"))  # unless it has ended already
             await self._end()

@@ -48,6 +48,7 @@ class PolicyTable:
         self._by_name: dict[str, DecodePolicy] = {}
         self._shown: dict[DecodePolicy, str] = {}
         self._more: dict[DecodePolicy, DecodePolicy] = {}  # of forms with '*', as the engine runs them
+        self._typed: dict[DecodePolicy, str] = {}  # of these, by which name each came: a policy's own may be of no form
         self._lock = threading.Lock()
         for policy in engine.policies:
             self._enter(_name_of(policy), policy)
@@ -83,7 +84,7 @@ class PolicyTable:
             policy = built_in(text)
             if policy is None:
                 raise ValueError(f"policy {text[:80]!r} is not built in: name {self}")
-            return self._brought(policy)
+            return self._brought(policy, text)
         except IndexNotBuilt:
             said = f"policy {text[:80]} needs an index that this server does not build: name {self}"
             raise InvalidArgument(said, field="policy") from None
@@ -102,7 +103,7 @@ class PolicyTable:
 
     def name(self, policy: DecodePolicy) -> str:
         """The name under which the table, of this process or the next, finds a policy."""
-        return self._shown.get(policy) or name_of(policy)
+        return self._shown.get(policy) or self._typed.get(policy) or name_of(policy)
 
     def __str__(self) -> str:
         """The names, for errors."""
@@ -136,8 +137,9 @@ class PolicyTable:
         self._by_name.setdefault(name, policy)
         self._shown.setdefault(policy, name)
 
-    def _brought(self, policy: DecodePolicy) -> DecodePolicy:
-        """A built-in policy of a form with '*'. However it is written, it counts once."""
+    def _brought(self, policy: DecodePolicy, typed: str) -> DecodePolicy:
+        """A built-in policy of a form with '*'. However it is written, it counts once. typed: its name, as it was
+        given."""
         with self._lock:
             if policy in self._shown:
                 return policy
@@ -147,7 +149,8 @@ class PolicyTable:
                         f"sessions have brought in {self._most} policies, the server's limit (--max-policies): name one of them, {self}, "
                         f"{', '.join(map(str, self._more))}"
                     )
-                self._more[policy] = self._engine.declared(policy)
+                self._more[policy] = declared = self._engine.declared(policy)
+                self._typed[declared] = typed
             return self._more[policy]
 
 

@@ -341,6 +341,7 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
         ),
         (FORMATS["awq"][0] | {"version": "gemv_fast", "group_size": 2}, "group_size of quantization_config is 2; supported: 32 and"),
         (FORMATS["gptq"][0] | {"bits": 5}, "bits of quantization_config is 5"),
+        (FORMATS["gptq"][0] | {"bits": 4.0}, "bits of quantization_config is 4.0"),
         (FORMATS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         (FORMATS["gptq"][0] | {"dynamic": {"-:.*": {}}}, "dynamic"),
         (FORMATS["gptq"][0] | {"group_size": 33}, "group_size of quantization_config is 33"),

@@ -289,6 +289,8 @@ DAMAGED = [
     (NF4, dropped("weight.nested_quant_map"), "m is stored packed without weight.nested_quant_map"),
     (NF4, changed(STATE, state(blocksize=3)), r"does not describe it \(blocksize 3, nested_blocksize 256\); it is \[32, 64\]"),
     (NF4, changed(STATE, state(blocksize=[64])), "does not describe it"),
+    (NF4, changed(STATE, state(blocksize=64.0)), r"does not describe it \(blocksize 64.0, nested_blocksize 256\)"),
+    (NF4, changed(STATE, state(nested_blocksize=256.0)), "does not describe it"),
     (NF4, changed(STATE, state(shape=[2**40, 2**40])), r"does not describe it \(quant_type 'nf4', shape \[1099511627776"),
     (NF4, changed(STATE, state(nested_offset=float("inf"))), "nested_offset inf"),
     (NF4, changed(STATE, lambda bytes_: bytes_[:-3].copy()), "does not describe it"),
@@ -330,6 +332,15 @@ def test_headers_of_torchao_that_do_not_fit_are_refused(said, message, tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"} if said is None else {"m.weight": said})
     with pytest.raises(ValueError, match=message):
         sources(parse(described("torchao int8")["config"]), [Wanted("m.weight", SHAPE)], stored_tensors(tmp_path))
+
+
+def test_torchao_without_scales_is_refused(tmp_path):
+    said = '{"_type": "Int8Tensor", "_data": {}}'  # older versions do not say the blocks
+    for shape in ((0, 1), (32, 0)):
+        tensors = module_named("torchao int8", "m")[0] | {"m._weight_scale": np.ones(shape, np.float32)}
+        save_file(tensors, tmp_path / "model.safetensors", {"m.weight": said})
+        with pytest.raises(ValueError, match="is not how torchao describes it"):
+            sources(parse(described("torchao int8")["config"]), [Wanted("m.weight", SHAPE)], stored_tensors(tmp_path))
 
 
 def random_damage(rng, parts):

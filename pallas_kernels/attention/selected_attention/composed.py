@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from pallas_kernels.attention.gather_attention import gather_attention
 from pallas_kernels.attention.selected_attention import shortlist
 from pallas_kernels.attention.selected_attention.api import Call
@@ -30,5 +32,6 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames, code
         return *near, always
     # No chosen block lies in an open page, so packed pages are read without those.
     distant = gather_attention(q, pages.replace(open=None), *places, blocks=chosen, **sizes)
-    out, lse = merge_attention(*zip(near, distant, strict=True))
+    # The same bits whatever follows: a watched policy's rows run in two programs.
+    out, lse = jax.lax.optimization_barrier(merge_attention(*zip(near, distant, strict=True)))
     return out, lse, shortlist.ascending(always, chosen)

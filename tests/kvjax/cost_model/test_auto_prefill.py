@@ -122,6 +122,13 @@ def test_times_are_made_of_what_the_engine_would_run(tmp_path):
     assert read_prefill_times(tmp_path / "times.json") == (made,)
 
 
+def test_lengths_that_are_no_numbers_are_refused():
+    wrong = run(("dense", "paged", 4096, 6.0), ("dense", "paged", 8192, 9.0))
+    wrong["rows"][1]["tokens"] = "8k"
+    with pytest.raises(ValueError, match=r"wrong\.json is no result of benchmarks\.prefill_ops"):
+        fit_prefill([("wrong.json", wrong)])
+
+
 def test_layers_timed_together_are_priced_one_by_one():
     """And a policy that is dense for short prompts was not timed there."""
     timed = ("layers", "dense", 4096, 6.0), ("layers", "bounds:32", 4096, 6.0), ("layers", "bounds:32", 16_384, 3.0)
@@ -206,6 +213,8 @@ def test_of_what_was_measured_twice_the_later_holds():
     again = recall() | {"provenance": {"date": "2026-03-01"}}
     for order in ([("e.json", recall()), ("again.json", again)], [("again.json", again), ("e.json", recall())]):
         assert {each.source for each in with_results((), order)} == {"again.json"}
+    numbered = recall() | {"provenance": {"date": 20260301}}
+    assert {each.source for each in with_results((), [("e.json", recall()), ("n.json", numbered)])} == {"n.json"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, Request, Sampling
 from kvjax.cache import IndexSpec, PagedKV
@@ -13,6 +14,7 @@ from kvjax.engine.missed import Missed, all_of
 from kvjax.generation import run
 from kvjax.policies.decode import (
     Blocks,
+    Cascade,
     Dense,
     SelectContext,
     Stateless,
@@ -28,6 +30,8 @@ from kvjax.policies.decode import watched as module
 from kvjax.policies.decode.watched import DUE, LARGEST, LEVEL, MORE, OWN, SAMPLES, STEPS, TOTAL, WHOLE, WIDE
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.selection.page_index import page_index
+
+pytestmark = pytest.mark.bits
 
 P, N, K, G, D = 16, 20, 2, 3, 16
 B, LENGTHS = 3, (303, 0, 40)
@@ -251,6 +255,16 @@ def test_measuring_changes_no_bit(engine, prompts):
         assert each.missed.samples == len(steps) * 2 * 2  # layers and KV heads
         assert 0.05 < each.missed.mean < each.missed.largest <= 1
         assert each.missed.alarms == each.missed.keys == 0
+
+
+def test_a_watched_cascade_gives_the_same_bits_beside_another_whose_heads_read_more():
+    policy = Watched(Cascade(2, shortlist=4, local=2, block_size=16), 0.1, 4)
+    engine = Engine(make_model(), policy, page_size=16, prefill_chunk=32, pages=64, batch_buckets=(4,))
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(1, VOCAB, length).tolist() for length in (137, 50, 77)]
+    together = answers(engine, prompts, policy, tokens=24, slots=4)
+    assert together[0].missed.alarms > 0
+    assert [bits(answers(engine, [prompt], policy, tokens=24, slots=4)[0]) for prompt in prompts] == list(map(bits, together))
 
 
 def test_a_window_that_misses_answers_as_dense_once_it_is_watched(engine, prompts):

@@ -115,6 +115,15 @@ def test_a_value_that_python_cannot_hold_damages_its_row_alone(engine, tmp_path)
     assert "column 'user' cannot be read" in found["c"]["error"]
 
 
+@pytest.mark.parametrize("name", ["prompt", "id"])
+def test_two_columns_of_one_name_are_refused(tmp_path, name):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["c"])]
+    names = ["prompt", name, "id" if name == "prompt" else name]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, names), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=rf"in\.parquet has 2 columns named '{name}': leave one of them"):
+        list(lines(tmp_path / "in.parquet"))
+
+
 def test_a_file_that_is_not_parquet_is_named_so(engine, tmp_path):
     (tmp_path / "in.parquet").write_text("{}\n")
     with pytest.raises(ValueError, match=r"in\.parquet is not a Parquet file"):

@@ -85,6 +85,9 @@ def test_results_and_files_with_wrong_fields_are_refused_by_name(kvjax, planted_
     ):
         refused(kvjax, ("cost", "fit", write("wrong.json", good | {"rows": [each | row for each in rows]})), said)
     refused(kvjax, ("cost", "fit", write("wrong.json", good | {"rows": 5})), "'int' object is not iterable")
+    for provenance in ("today", 5, []):
+        said = "wrong.json: a field is of another kind"
+        refused(kvjax, ("cost", "fit", write("wrong.json", good | {"provenance": provenance})), said)
     refused(kvjax, ("cost", "fit", write("wrong.json", good | {"bench": "ops"})), "wrong.json: this is a result of kvjax bench 'ops'")
 
 

@@ -26,6 +26,7 @@ from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.client import Client, chat
+from kvjax.client.errors import SessionError
 from kvjax.serving.batch.records import parse
 from kvjax.serving.server.app import _Streamed
 from kvjax.serving.server.auth import Call
@@ -242,7 +243,7 @@ def test_a_client_that_takes_nothing_is_cut_off():
         call = Call(metrics, "/v1/completions", lambda call: None)
         began = time.monotonic()
         with contextlib.suppress(Exception):
-            await _Streamed(pieces(), 0.1, call, end)({"type": "http"}, never, send)
+            await _Streamed(pieces(), 0.1, call, end, SessionError)({"type": "http"}, never, send)
         noted.append((metrics.registry.get_sample_value("rpc_total", {"method": "/v1/completions", "code": "CANCELLED"}), call.ended))
         assert time.monotonic() - began < WAIT / 2
 

@@ -369,3 +369,17 @@ def test_a_second_key_press_ends_a_server_at_once(engine, capsys):
         gc.unfreeze()
         gc.freeze()  # as tests/conftest.py did
     assert "a second Ctrl-C ends them now" in capsys.readouterr().err
+
+
+def test_requests_that_do_not_end_while_draining_are_told_so(engine, slow, caplog):
+    with serving(engine, http_port=0, model_name="tiny") as server:
+        whole, streamed = (raw(server, prompt=LONG, stream=stream) for stream in (False, True))
+        heads = streamed.recv(2000)
+        until(lambda: len(slow) >= 2)
+        server.stop(0.1)
+        answer, events = (sent.makefile("rb").read() for sent in (whole, streamed))
+    assert b"200 OK" in heads
+    assert answer.startswith(b"HTTP/1.1 503")
+    for told in (answer, events):
+        assert b"the server has ended before the answer was complete" in told
+    assert not [record for record in caplog.records if record.exc_info]

@@ -556,3 +556,12 @@ def test_a_policy_whose_index_is_not_built_is_said_to_clients_and_to_the_operato
     found = refused(lambda: table.find("quest:64"))
     assert found == ("policy quest:64 needs an index that this server does not build: name dense, window:*, quest:* (* stands for numbers)")
     assert refused(lambda: table.find("quest:*")).endswith("is a form of names: put numbers in the place of *")
+
+
+def test_a_session_of_a_form_is_found_after_a_restart_however_its_policy_was_written(engine, tmp_path):
+    options = {"slots": 4, "state": tmp_path / "state", "allow_policies": ["window:6*", "quest:*+missed0.3/*"]}
+    with SessionRuntime(engine, **options) as runtime:  # by themselves these policies are window:128+512 and quest:1+missed0.3
+        ids = [runtime.create(TEXT[:3], policy=name).id for name in ("window:640", "quest:1+missed0.3/32")]
+    with SessionRuntime(engine, **options) as runtime:
+        told = [runtime.session(each).info().policy for each in ids]
+    assert [each.partition(" (")[0] for each in told] == ["window:128+512", "quest:1+missed0.3"]
