@@ -38,7 +38,7 @@ raises ValueError."""
 THREADS_AHEAD = 2
 """How many programs are compiled beside each other while a prompt is prefilled: those of one step and of several."""
 
-SHORT = 0.25
+SHORT = 0.5
 """Seconds in which a program comes from the compilation cache."""
 
 PATIENCE = 2000

@@ -18,18 +18,42 @@ import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, math, scf, vector
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import core as mgpu_core
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import dispatch
 
 OLDEST_JAX = (0, 11, 2)
+DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
 def check_version() -> None:
     """Raise NotImplementedError for a JAX older than the bindings that this file was written for."""
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"Mosaic GPU kernels need jax >= {'.'.join(map(str, OLDEST_JAX))}, found {jax.__version__}; upgrade jax")
+
+
+def _name_after_functions() -> None:
+    """Let JAX call a kernel by its function's name in files that it may dump. By itself it numbers the kernels of a
+    process in order, and the number is part of the key under which the compilation cache keeps a program: a process
+    that needs its programs in another order would find none. A JAX that numbers nothing is left as it is."""
+    numbered = getattr(mgpu_core.dialect, "get_or_set_dump_options", None)
+    if numbered is None or hasattr(numbered, "__wrapped__"):
+        return
+
+    @functools.wraps(numbered)
+    def named(module: ir.Module) -> Any:
+        attributes = module.operation.attributes
+        if DUMP_NAME not in attributes:
+            with module.context:
+                attributes[DUMP_NAME] = ir.StringAttr.get(attributes["sym_name"].value)
+        return numbered(module)
+
+    mgpu_core.dialect.get_or_set_dump_options = named
+
+
+_name_after_functions()
 
 
 def _i32():

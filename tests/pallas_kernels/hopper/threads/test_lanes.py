@@ -35,6 +35,24 @@ def test_a_newer_one_is_taken(monkeypatch, version):
     lanes.check_version()
 
 
+def test_a_kernel_is_the_same_whatever_was_lowered_before_it(monkeypatch):
+    """Else the compilation cache would not find it in a process that needs its programs in another order."""
+
+    def copy(source, target):
+        target[...] = source[...]
+
+    def lowered():
+        jax.clear_caches()
+        call = plgpu.kernel(copy, out_type=jax.ShapeDtypeStruct((256,), jnp.float32))
+        return jax.jit(call).trace(jax.ShapeDtypeStruct((256,), jnp.float32)).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "mosaic_gpu" in (first := lowered())
+    assert lowered() == first
+    core = lanes.mgpu_core
+    monkeypatch.setattr(core.dialect, "get_or_set_dump_options", core.dialect.get_or_set_dump_options.__wrapped__)
+    assert lowered() != lowered(), "JAX numbers kernels no more: leave the name to it"
+
+
 def _integers(x, i):
     """Of an integer x and the number i of the thread."""
     return [
