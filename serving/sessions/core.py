@@ -73,7 +73,7 @@ class SessionCore:
         hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
-        self._heard: list[Run] = []  # one for each token of the step under way
+        self._heard: dict[Run, list[int]] = {}  # tokens of the step under way
         self._journal = journal
         if journal is not None:
             try:
@@ -313,7 +313,7 @@ class SessionCore:
             self.scheduler.step()
         except Exception:
             logger.exception("a step failed; the generations that ran have ended with this error")
-        self._observe_tokens()
+        self._give_tokens()
         for handle, run in list(self._runs.items()):
             if not handle.prompt_tokens:  # it waits; the next step may admit it, prefill it and give its first token
                 run.admitted = time.monotonic()
@@ -510,19 +510,21 @@ class SessionCore:
     def _token(self, request: Request, token: int, piece: str) -> None:
         run = request.id
         if not run.over:
-            run.add(token)
-            self._heard.append(run)
+            self._heard.setdefault(run, []).append(token)
 
-    def _observe_tokens(self) -> None:
-        """Tell the times of the tokens that a step gave."""
-        now, heard, self._heard = time.monotonic(), self._heard, []
-        for run in heard:
-            if run.latest is None:
-                self.observe("time_to_first_token_seconds", now - run.asked)
-                self.observe("generate_prefill_duration_seconds", now - run.admitted)
-            else:
-                self.observe("token_gap_seconds", now - run.latest)
-            run.latest = now
+    def _give_tokens(self) -> None:
+        """Give the tokens of a step to their generations, and tell their times."""
+        heard, self._heard = self._heard, {}
+        for run, tokens in heard.items():
+            before = run.latest
+            run.add(*tokens)
+            gaps = len(tokens)
+            if before is None:
+                self.observe("time_to_first_token_seconds", run.latest - run.asked)
+                self.observe("generate_prefill_duration_seconds", run.latest - run.admitted)
+                before, gaps = run.latest, gaps - 1
+            for _ in range(gaps):
+                self.observe("token_gap_seconds", (run.latest - before) / gaps)
 
     def _stop(self, run: Run, error: SessionError) -> None:
         """Take a generation from the scheduler, if it has not ended."""

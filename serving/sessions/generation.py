@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvjax.scheduler.scheduler import Handle
     from kvjax.serving.sessions.throttle import Throttle
 
+SPREAD_S = 0.05
+"""Over how many seconds the tokens of one launch are spread at most."""
+
 
 @dataclasses.dataclass(eq=False)
 class Run:
@@ -26,6 +29,7 @@ class Run:
     awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the
     runtime's thread far more than a token. turn: what the generation's turn is told by; cancelled when nobody waits for
     it any more. wakes: an entry for each wake-up. admitted: when the step began in which the scheduler turned to it.
+    latest: when its latest tokens came; spread: the number of their first, that time, and the time between two of them.
     ended: when its last token had come. told: whether the log says that nobody takes them.
     """
 
@@ -43,6 +47,7 @@ class Run:
     asked: float = dataclasses.field(default_factory=time.monotonic)
     admitted: float = 0.0
     latest: float | None = None
+    spread: tuple[int, float, float] = (0, 0.0, 0.0)
     turn: Future | None = None
     over: bool = False
     ended: float = 0.0
@@ -54,9 +59,12 @@ class Run:
             self.finish_reason, self.error, self.ended, self.over = reason, error, time.monotonic(), True
             self.wakes.put(None)
 
-    def add(self, token: int) -> None:
-        """A token has come. Called in the runtime's thread."""
-        self.tokens.append(token)
+    def add(self, *tokens: int) -> None:
+        """Tokens have come, several from one launch. Called in the runtime's thread."""
+        now = time.monotonic()
+        gap = 0.0 if self.latest is None else min(now - self.latest, SPREAD_S) / len(tokens)
+        self.spread, self.latest = (len(self.tokens), now, gap), now
+        self.tokens += tokens
         if self.awaited:
             self.awaited = False
             self.wakes.put(None)
@@ -72,6 +80,12 @@ class Run:
             if not self._woken(until):
                 self.awaited = False
                 return False
+
+    def due(self, taken: int) -> float:
+        """When the next token after so many should be sent on, by `time.monotonic`. Tokens of one launch are spread
+        over the time that the launch took, as the next launch is expected to take as long."""
+        first, began, gap = self.spread
+        return began + gap * (taken - first) if taken > first else 0.0
 
     def wait_for_end(self, until: float) -> bool:
         """Wait for the end until this time of `time.monotonic`. Returns whether it has come. Tokens do not wake this
@@ -181,8 +195,8 @@ class Generation:
     def ready(self, throttle: Throttle | None = None) -> list[int]:
         """Wait for the next token, and return it with those that have come meanwhile; [] at the end. Raises as `token`.
 
-        throttle: where tokens are sent on: the first is returned at once, later ones when the next message is due, and
-        all at the end.
+        throttle: where tokens are sent on: the first is returned at once, later ones when the next message is due and
+        they are themselves, and all at the end.
         """
         if self._closed:
             return []
@@ -190,7 +204,11 @@ class Generation:
         if throttle is not None and self._taken and run.wait_for_end(throttle.reserve()):
             throttle.release()  # the generation has ended, so there is no next message
         run.wait(self._taken)
-        found = run.tokens[self._taken :]
+        end = len(run.tokens)
+        if throttle is not None and not run.wait_for_end(run.due(self._taken)):
+            now = time.monotonic()
+            end = next((number for number in range(self._taken + 1, end) if run.due(number) > now), end)
+        found = run.tokens[self._taken : max(end, len(run.tokens) if run.over else 0)]
         self._taken += len(found)
         if not found:
             self.token()

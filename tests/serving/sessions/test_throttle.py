@@ -18,7 +18,7 @@ from kvjax.engine.sampling import Sampling
 from kvjax.serving.server.grpc_server import Server
 from kvjax.serving.server.metrics import Metrics
 from kvjax.serving.server.options import ServerOptions
-from kvjax.serving.sessions.generation import Generation, Run
+from kvjax.serving.sessions.generation import SPREAD_S, Generation, Run
 from kvjax.serving.sessions.runtime import SessionRuntime
 from kvjax.serving.sessions.throttle import Throttle
 
@@ -159,9 +159,12 @@ def test_a_token_that_comes_just_after_the_look_wakes():
     run = Run("a", Sampling(), None)
 
     class ComesAfter(list):
+        came = False
+
         def __len__(self):
             found = super().__len__()
-            if not found:
+            if not self.came:
+                self.came = True
                 run.add(7)
             return found
 
@@ -250,3 +253,43 @@ def test_a_rate_without_a_second_message_in_a_lifetime_is_one_message_and_the_en
     run.end("length")
     thread.join(SOON)
     assert found[0][0] == [8]
+
+
+def test_tokens_of_one_launch_are_sent_one_by_one():
+    """And all that are left at the end."""
+    run, stream = generation()
+    throttle = Throttle(1e6)
+    run.add(0)
+    assert stream.ready(throttle) == [0]
+    run.add(1, 2, 3, 4)
+    run.spread = 1, time.monotonic(), 60.0
+    assert stream.ready(throttle) == [1]
+    thread, found = in_thread(lambda: stream.ready(throttle))
+    thread.join(0.05)
+    assert not found
+    run.end("length")
+    thread.join(SOON)
+    assert found[0][0] == [2, 3, 4]
+    assert stream.ready(throttle) == []
+
+
+def test_tokens_that_are_late_go_together():
+    run, stream = generation()
+    run.add(0)
+    assert stream.ready(Throttle(1e6)) == [0]
+    run.add(1, 2, 3)
+    run.spread = 1, time.monotonic() - 1.5, 1.0
+    assert stream.ready(Throttle(1e6)) == [1, 2]
+
+
+@pytest.mark.parametrize(("before", "spread"), [(0.04, (0.04, SPREAD_S)), (60.0, (SPREAD_S, SPREAD_S))])
+def test_they_are_spread_over_the_time_of_their_launch(before, spread):
+    """But a launch that waited for the prompts of others holds none of them back for long."""
+    run, _ = generation()
+    run.add(0)
+    run.latest -= before
+    run.add(1, 2, 3, 4)
+    first, began, gap = run.spread
+    assert first == 1
+    assert spread[0] <= 4 * gap + 1e-9 <= spread[1] + 2e-9
+    assert [run.due(taken) for taken in (1, 3)] == [0.0, began + 2 * gap]
