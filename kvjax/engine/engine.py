@@ -94,6 +94,11 @@ def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, en
     return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, steps, *shape
 
 
+def _ends(sampling: tuple[Any, ...]) -> Ends | None:
+    """Of the fields of `StepInputs` from the rows on."""
+    return sampling[2] if len(sampling) > 2 else None
+
+
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
@@ -175,7 +180,7 @@ class Engine:
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
         self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
         self._sampled: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
-        self._compile_ahead, self._steps_asked = CompileAhead(), set[Hashable]()
+        self._compile_ahead, self._programs = CompileAhead(), set[Hashable]()  # of steps that have run
         self.last_reads: AttentionStats | None = None
         self.sequences: set[CachedSequence] = set()
 
@@ -456,13 +461,29 @@ class Engine:
         return self._compile_ahead.takes_long(run.program)
 
     def holds_up(self, group: DecodeGroup) -> bool:
-        """Whether the first step like the group's has to wait until it is compiled. Says so once."""
-        longest = max(group.reach, 1 + max(each.length for each in group.sequences if each is not None))
-        policy, *_ = programs_of(self._policy_set.find(group.policy))
-        key = _program(policy, self._widths(longest).values(), group.sampling, None, 1)
-        first = key not in self._steps_asked and not self._compile_ahead.is_compiled(key)
-        self._steps_asked.add(key)
-        return first
+        """Whether one step of a group has to wait until its program is compiled."""
+        longest = 1 + max(each.length for each in group.sequences if each is not None)
+        policies = programs_of(self._policy_set.find(group.policy))
+        widths = [self._widths(tokens).values() for tokens in (longest, max(longest, group.reach))]
+        return not any(self._knows(_program(each, tables, group.sampling, None, 1)) for each in policies for tables in widths)
+
+    def _knows(self, key: Hashable) -> bool:
+        return key in self._programs or self._compile_ahead.is_compiled(key)
+
+    def _room(self, policy: DecodePolicy, slots: DecodeBatch, written: Written, sampling: tuple[Any, ...], steps: int, reach: int) -> int:
+        """For how many tokens the page tables of a sampled step have room at least: for `reach`, so that all steps of
+        an answer run one program. But where the program of narrower tables is there, nobody waits for another: it is
+        compiled in another thread when three quarters of the narrower tables are filled."""
+        longest, rows, ends = slots.longest_after(written), sampling[0], _ends(sampling)
+        narrow, wide = self._widths(longest), self._widths(reach)
+        if longest >= reach or narrow == wide:
+            return longest
+        known = [self._knows(_program(policy, widths.values(), rows, ends, steps)) for widths in (narrow, wide)]
+        if known != [True, False]:
+            return reach
+        if 4 * longest >= 3 * min(narrow[group.name] * group.page_size for group in self.spec.groups):
+            self._begin_compiling(policy, slots.sequences, wide, rows, ends, steps)
+        return longest
 
     def has_program(self, group: DecodeGroup) -> bool:
         """Whether the program of a group's launch of several steps is compiled. One that is often asked for is compiled
@@ -472,7 +493,7 @@ class Engine:
         programs = [(each, _program(each, widths.values(), rows, ends, steps)) for each in programs_of(policy)]
         for each, key in programs:
             if self._compile_ahead.wanted(key):
-                self._begin_compiling(each, group.sequences, widths, rows, Ends.shape_of(*ends.stop_ids.shape), steps)
+                self._begin_compiling(each, group.sequences, widths, rows, ends, steps)
         return all(self._compile_ahead.is_compiled(key) for _, key in programs)
 
     def _begin_compiling(
@@ -484,7 +505,8 @@ class Engine:
         ends: Ends | None,
         steps: int,
     ) -> None:
-        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, ends, steps)
+        shapes = None if ends is None else Ends.shape_of(*ends.stop_ids.shape)
+        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, shapes, steps)
         self._compile_ahead.begin(_program(policy, widths.values(), rows, ends, steps), call)
 
     def _widths(self, tokens: int) -> dict[str, int]:
@@ -878,10 +900,12 @@ class Engine:
         if self._pool.frames:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
-        cache, following = slots.cache(self._pool, written, reach)
-        if self._compile_ahead.running and sampling:
-            widths = (cache.page_tables[group.name].shape[1] for group in cache.spec.groups)
-            self._compile_ahead.wait(_program(policy, widths, sampling[0], sampling[2] if len(sampling) > 2 else None, steps))
+        sampled = bool(sampling) and tokens.ndim == 1
+        room = self._room(policy, slots, written, sampling, steps, reach) if sampled else 0
+        cache, following = slots.cache(self._pool, written, room)
+        widths = [cache.page_tables[group.name].shape[1] for group in cache.spec.groups]
+        key = _program(policy, widths, sampling[0], _ends(sampling), steps) if sampled else None
+        self._compile_ahead.wait(key)
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
         states = self._policy_set.states.of_batch(policy, slots.sequences)
@@ -896,6 +920,7 @@ class Engine:
         except BaseException:
             slots.forget()
             raise
+        self._programs.add(key)
         *results, cache, states, self.last_reads = results
         return Launched(policy, slots, results, states, cache, steps)
 

@@ -111,6 +111,25 @@ def test_tables_have_room_for_the_whole_answer(compiled):
     assert compiled["decode_and_sample"] == ["ahead"]
 
 
+def test_narrow_tables_whose_program_is_there_serve_until_they_are_nearly_full(compiled):
+    """The program of wider ones is compiled beside the steps, and then taken."""
+    engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    complete(engine, Request(PROMPT, Sampling(max_new_tokens=3)))
+    widths, begun, run, begin = [], [], engine._pool.run, engine._begin_compiling
+    engine._pool.run = lambda step, static, inputs, **more: (
+        widths.append(inputs.cache.page_tables["full"].shape[1]) or run(step, static, inputs, **more)
+    )
+    engine._begin_compiling = lambda *given: begun.append(len(widths)) or begin(*given)
+    (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=300)))
+    assert len(done.token_ids) == 300
+    steps = widths[-299:]
+    assert set(steps) == {16, 64}
+    assert steps == sorted(steps)
+    assert steps.count(16) >= 12 * PAGE - len(PROMPT) - 1, "three quarters of 16 pages"
+    assert steps.count(16) < 16 * PAGE
+    assert compiled["decode_and_sample"] == ["ahead", "ahead"]
+
+
 def test_a_program_that_comes_from_the_cache_holds_nothing_up(compiled, monkeypatch):
     """Then the first chunk runs before anything else is traced."""
     monkeypatch.setattr(compilation, "SHORT", 60)
