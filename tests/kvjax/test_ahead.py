@@ -115,11 +115,10 @@ def test_narrow_tables_whose_program_is_there_serve_until_they_are_nearly_full(c
     """The program of wider ones is compiled beside the steps, and then taken."""
     engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     complete(engine, Request(PROMPT, Sampling(max_new_tokens=3)))
-    widths, begun, run, begin = [], [], engine._pool.run, engine._begin_compiling
+    widths, run = [], engine._pool.run
     engine._pool.run = lambda step, static, inputs, **more: (
         widths.append(inputs.cache.page_tables["full"].shape[1]) or run(step, static, inputs, **more)
     )
-    engine._begin_compiling = lambda *given: begun.append(len(widths)) or begin(*given)
     (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=300)))
     assert len(done.token_ids) == 300
     steps = widths[-299:]
