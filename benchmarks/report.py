@@ -218,7 +218,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs. Of rows for the same case the last is kept."""
-    key = ("op", "shape", "tokens", "batch", "policy", "format", "layer", "weights", "cache_format")
+    key = ("op", "shape", "tokens", "batch", "policy", "format", "layer", "weights", "cache_format", "cached")
     ones = ("drafted", "tensor", "context", "steps_per_launch")  # 1 in older rows
     rows = (row for run in runs for row in run["rows"])
     return list({(*(row.get(name) for name in key), *(row.get(name, 1) for name in ones)): row for row in rows}.values())

@@ -126,7 +126,7 @@ def cold_cells(row: Row) -> tuple[str, ...]:
     waited = f"{row['wall_s'] - row['warm_s']:.2f}"
     first = f"{row['first_s'] - row['warm_first_s']:.2f}" if "first_s" in row else "-"
     shape, tokens = shape_text(row), tokens_text(row["prompt"])
-    start = "second" if row.get("cached") else "first"
+    start = "on" if row.get("cached") else "off"
     return shape, *_packing(row), f"`{row['prefill']}`", tokens, start, f"{row['programs']}", *spent, first, waited
 
 
@@ -280,7 +280,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
             "pages",
             "prefill",
             "prompt",
-            "start",
+            "cache",
             "programs",
             "tracing s",
             "lowering s",
@@ -369,6 +369,6 @@ def made(kind: str, rows: list[Row]) -> str:
         "agents",
         "minutes",
     )
-    told += ("kind", "phase", "open", "history", "cache_format")
+    told += ("kind", "phase", "open", "history", "cache_format", "cached")
     latest = {(*(row.get(name) for name in told), row.get("steps_per_launch", 1)): row for row in rows}  # 1 in older rows
     return markdown(columns, map(cells, latest.values()))

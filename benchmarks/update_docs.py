@@ -58,7 +58,7 @@ def _scores(text: str, files: Sequence[Path]) -> str:
     return block_scores.rendered(text, json.loads(file.read_text(encoding="utf-8")))
 
 
-KINDS = ("ops", "decode", "drafts", "prefill", "host", "throughput", "gaps", "cold", "programs")
+KINDS = ("ops", "decode", "drafts", "prefill", "host", "throughput", "gaps", "cold", "default", "programs")
 SESSIONS = ("cpu/sessions", "cpu/session-tokens", "cpu/session-idle", "h200/session-tokens", "h200/session-tokens-16k")
 
 PAGES = {
