@@ -16,7 +16,6 @@ import contextlib
 import functools
 import logging
 import os
-import stat
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any
 
 import filelock
 import jax
+
+from pallas_kernels.core.files import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -180,12 +181,11 @@ def use_compilation_cache() -> None:
     folder = Path.home() / CACHE_FOLDER
     try:
         for each in (folder.parent, folder):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = each.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                logger.warning("compiled programs are not kept: %s must be a folder of this user alone (chmod 700)", each)
-                return
+            own_folder(each)
         _drop_incomplete(folder)
+    except ValueError as error:
+        logger.warning("compiled programs are not kept: %s", error)
+        return
     except (OSError, RuntimeError) as error:  # no home, no room, no right to write there
         logger.info("compiled programs are not kept in %s: %s", folder, error)
         return

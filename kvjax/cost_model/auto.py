@@ -28,9 +28,9 @@ from kvjax.cost_model.evidence import (
     Evidence,
     Fidelity,
     PrefillEvidence,
+    known_evidence,
     parse_level,
     qualified,
-    recorded_evidence,
     recorded_prefill_evidence,
 )
 from kvjax.cost_model.fitting import Cell, Key, fit
@@ -162,7 +162,7 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
         if self.bound is not None:
             return _checked(dataclasses.replace(self, bound=dataclasses.replace(self.bound, tensor=tensor, context=context)))
         mark = fingerprint(model)
-        evidence, weights = tuple(row for row in recorded_evidence() if row.fingerprint == mark), packing_of(model.params)
+        evidence, weights = known_evidence(mark), packing_of(model.params)
         bound = Bound(model.config, dtype, page_size, mark, None, evidence, weights=weights, tensor=tensor, context=context)
         found = dataclasses.replace(self, bound=bound)
         if names := found.candidates:
@@ -235,7 +235,7 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
             why = (
                 f"no evidence is recorded for this model (fingerprint {bound.fingerprint}), so no budget can be trusted; evidence holds "
                 f"for one dtype and one packing of weights, and this model runs in {bound.dtype}{packed}: load it {another}, or measure it "
-                "with kvjax evaluate and kvjax cost evidence"
+                "with kvjax evaluate --record"
             )
             return Choice(Dense(), why)
         names, cost = self._qualified(longest), bound.cost

@@ -1,8 +1,8 @@
 """Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
 The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax
-evaluate`: {"rows": [...]}, each an `Evidence`. (The committed rows were measured with an earlier kind of fingerprint.
-Only the fingerprints were computed again.)
+evaluate`: {"rows": [...]}, each an `Evidence`. `kvjax evaluate --record` adds a user's own (`known_evidence`). (The
+committed rows were measured with an earlier kind of fingerprint. Only the fingerprints were computed again.)
 
 Evidence about prefill policies is `prefill_evidence.json`, in the same format, from the JSON of `kvjax recall` and of
 `kvjax needle --prefill`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its
@@ -27,10 +27,13 @@ from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
 from kvjax.policies.prefill.naming import built_in_name
-from pallas_kernels.core.files import read_list, replacing
+from pallas_kernels.core.files import own_folder, read_list, replacing
 
 MIN_WINDOWS, MIN_STEPS = 5, 256
 """A run with fewer windows or steps is not evidence."""
+
+EVIDENCE_FOLDER = ".cache/kvjax/evidence"
+"""In the user's home: what was measured on this machine, a file for each model."""
 
 VALID_SHARE = 0.9
 """A needle result counts only if at least this share of the needles is found after dense prefill. So with facts of
@@ -175,6 +178,32 @@ def recorded_evidence() -> tuple[Evidence, ...]:
     return read_evidence(importlib.resources.files(__package__) / "evidence.json")
 
 
+def known_evidence(mark: str) -> tuple[Evidence, ...]:
+    """What is known of a model: rows of the table inside the package, and those that `kvjax evaluate --record` wrote on
+    this machine. Where both have a policy at a length, the latter count. mark: the model's fingerprint. ValueError for
+    a damaged file, and for a folder that others may write."""
+    file = _own_file(mark)
+    own = tuple(row for row in read_evidence(file) if row.fingerprint == mark) if file.is_file() else ()
+    measured = {(row.policy, row.length) for row in own}
+    return own + tuple(row for row in recorded_evidence() if row.fingerprint == mark and (row.policy, row.length) not in measured)
+
+
+def record_evaluation(run: Mapping[str, Any], source: str) -> Path:
+    """Keep a run's measurements on this machine, for `known_evidence`. Returns the file. Raises as `with_evaluation`
+    and `known_evidence` do."""
+    file = _own_file(run["settings"]["fingerprint"])
+    write_evidence(with_evaluation(read_evidence(file) if file.is_file() else (), run, source), file)
+    return file
+
+
+def _own_file(mark: str) -> Path:
+    """The file of a model, a name without a path."""
+    if not re.fullmatch("sha256-[0-9a-f]{32}", mark):
+        raise ValueError(f"{mark!r:.100} is no fingerprint of a model: 'sha256-' and 32 hexadecimal digits")
+    folder = Path.home() / EVIDENCE_FOLDER
+    return own_folder(folder) / f"{mark}.json"
+
+
 @functools.cache
 def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
     """The table of prefill policies inside the package."""
@@ -208,7 +237,7 @@ def with_evaluation(rows: Sequence[Evidence], run: Mapping[str, Any], source: st
             if policy not in names or (valid is None and length in tested):
                 continue
             lost = None if valid is None else row["against_dense"]["lost"]
-            same = _name_to_record(policy), length, kl[length, policy], task, haystack
+            same = name_to_record(policy), length, kl[length, policy], task, haystack
             added.append(Evidence(settings["model"], mark, *same, valid, lost, source))
     except KeyError as error:
         raise ValueError(f"{source} has no {error}, so it is no evaluation.json of kvjax evaluate") from None
@@ -219,7 +248,7 @@ def with_evaluation(rows: Sequence[Evidence], run: Mapping[str, Any], source: st
     return tuple(sorted((*kept, *added), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task, row.haystack)))
 
 
-def _name_to_record(name: str) -> str:
+def name_to_record(name: str) -> str:
     """The name of a built-in policy. ValueError for other policies, because another process could not make them from
     their names."""
     policy = parse_recorded(name)

@@ -461,11 +461,17 @@ class Engine:
         return self._compile_ahead.takes_long(run.program)
 
     def holds_up(self, group: DecodeGroup) -> bool:
-        """Whether one step of a group has to wait until its program is compiled."""
-        longest = 1 + max(each.length for each in group.sequences if each is not None)
-        policies = programs_of(self._policy_set.find(group.policy))
-        widths = [self._widths(tokens).values() for tokens in (longest, max(longest, group.reach))]
-        return not any(self._knows(_program(each, tables, group.sampling, None, 1)) for each in policies for tables in widths)
+        """Whether the step or launch of a group has to wait until its program is compiled."""
+        return not any(self._knows(key) for _, _, key in self._programs_of(group))
+
+    def _programs_of(self, group: DecodeGroup) -> list[tuple[DecodePolicy, dict[str, int], Hashable]]:
+        """The programs that may run a group's step or launch, each with its policy and widths of page tables; those
+        with room for the whole answer first."""
+        steps, ends = (1, None) if group.launch is None else (group.launch.steps, group.launch.ends)
+        longest = steps + max(each.length for each in group.sequences if each is not None)
+        policies, rooms = programs_of(self._policy_set.find(group.policy)), (max(longest, group.reach), longest)
+        found = itertools.product(rooms, policies)
+        return [(each, widths := self._widths(room), _program(each, widths.values(), group.sampling, ends, steps)) for room, each in found]
 
     def _knows(self, key: Hashable) -> bool:
         return key in self._programs or self._compile_ahead.is_compiled(key)
@@ -488,13 +494,13 @@ class Engine:
     def has_program(self, group: DecodeGroup) -> bool:
         """Whether the program of a group's launch of several steps is compiled. One that is often asked for is compiled
         in another thread (`kvjax.compilation.CompileAhead.wanted`)."""
-        steps, policy, rows, ends = group.launch.steps, self._policy_set.find(group.policy), group.sampling, group.launch.ends
-        widths = self._widths(max(group.reach, steps + max(each.length for each in group.sequences if each is not None)))
-        programs = [(each, _program(each, widths.values(), rows, ends, steps)) for each in programs_of(policy)]
-        for each, key in programs:
+        programs = self._programs_of(group)
+        count = len(programs) // 2
+        for each, widths, key in programs[:count]:
             if self._compile_ahead.wanted(key):
-                self._begin_compiling(each, group.sequences, widths, rows, ends, steps)
-        return all(self._compile_ahead.is_compiled(key) for _, key in programs)
+                self._begin_compiling(each, group.sequences, widths, group.sampling, group.launch.ends, group.launch.steps)
+        compiled = [self._compile_ahead.is_compiled(key) for _, _, key in programs]
+        return all(compiled[:count]) or all(compiled[count:])
 
     def _begin_compiling(
         self,

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,16 @@ def _rename_to_new(partial: Path, path: Path) -> None:
         os.replace(partial, path)
     else:
         partial.unlink()
+
+
+def own_folder(folder: Path) -> Path:
+    """The folder, which is made if it is missing. ValueError unless it belongs to this user, who alone may read and
+    write it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ValueError(f"{folder} must be a folder of this user alone (chmod 700)")
+    return folder
 
 
 def check_writable(path: Path) -> None:

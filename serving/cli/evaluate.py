@@ -36,7 +36,7 @@ from pallas_kernels.core.optional import needs_extras
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvjax.evaluation.run import EvaluationRun
+    from kvjax.evaluation.run import EvaluationRun, Plan
 
 RECORDS = "records.jsonl"
 TEXT_HASH = "text with SHA-256"
@@ -114,6 +114,12 @@ def evaluate_command(
     again: Annotated[
         int, option("Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, MAX_BATCH))
     ] = 1,
+    record: Annotated[
+        bool,
+        option(
+            "Keep the result on this machine (~/.cache/kvjax/evidence), so that policy 'auto' chooses by it for this model.", "--record"
+        ),
+    ] = False,
     minutes: Annotated[int | None, option("Begin no more work after so many minutes; the same command goes on.", **whole())] = None,
     seed: SeedOption = 0,
 ) -> None:
@@ -148,6 +154,8 @@ def evaluate_command(
         cache_formats=tuple(engine.cache_format or ()),
         weights=tuple(each.value for each in engine.weights or ()),
     )
+    if record:
+        _check_recordable(plan)
     source, names = read_texts(text)
     stored = dataclasses.replace(engine, weights=None)
     loaded = stored.load()
@@ -162,12 +170,10 @@ def evaluate_command(
         typer.echo(f"{error}; the records so far are in {out / RECORDS}: run the same command again to continue", err=True)
         raise typer.Exit(1) from None
     job = describe(run)
-    write_report(
-        run,
-        records,
-        out,
-        {"model": loaded.name, "fingerprint": job["model"], "dtype": job["dtype"], "text": names, TEXT_HASH: job[TEXT_HASH]},
-    )
+    source = {"model": loaded.name, "fingerprint": job["model"], "dtype": job["dtype"], "text": names, TEXT_HASH: job[TEXT_HASH]}
+    figures = write_report(run, records, out, source)
+    if record:
+        _record(figures, out)
 
 
 class OutOfTime(RuntimeError):
@@ -219,9 +225,9 @@ def describe(run: EvaluationRun) -> dict[str, Any]:
     return json.loads(json.dumps(job | dataclasses.asdict(run.plan)))
 
 
-def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Path, source: dict[str, Any]) -> None:
-    """Summarize records, write evaluation.json, evaluation.csv and the pictures to `out`, and print tables and
-    remarks."""
+def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Path, source: dict[str, Any]) -> dict[str, Any]:
+    """Summarize records, write evaluation.json, evaluation.csv and the pictures to `out`, and print tables and remarks.
+    Returns what evaluation.json holds."""
     from kvjax.evaluation.plots import draw
     from kvjax.evaluation.report import frame, remarks, summarize, tables
     from pallas_kernels.core.files import replacing
@@ -229,7 +235,8 @@ def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Pat
     from pallas_kernels.core.tables import show
 
     figures = summarize(run.plan, records)
-    write_result(out / "evaluation.json", {"settings": source | dataclasses.asdict(run.plan), **figures})
+    report = {"settings": source | dataclasses.asdict(run.plan), **figures}
+    write_result(out / "evaluation.json", report)
     with replacing(out / "evaluation.csv") as partial:
         frame(figures).to_csv(partial, index=False)
     pictures = draw(figures, out)
@@ -237,6 +244,34 @@ def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Pat
     for line in remarks(figures):
         typer.echo(line)
     typer.echo("written: " + ", ".join(str(path) for path in (out / "evaluation.json", out / "evaluation.csv", *pictures)))
+    return report
+
+
+def _check_recordable(plan: Plan) -> None:
+    """BadParameter for a run that is no evidence, before it begins."""
+    from kvjax.cost_model.evidence import MIN_STEPS, MIN_WINDOWS, name_to_record
+
+    if plan.cache_formats or plan.weights:
+        raise typer.BadParameter("keeps runs of one packing: leave out --cache-format and --weights", param_hint="--record")
+    if plan.windows < MIN_WINDOWS or plan.steps < MIN_STEPS:
+        said = f"needs at least {MIN_WINDOWS} --windows of {MIN_STEPS} --steps, got {plan.windows} of {plan.steps}"
+        raise typer.BadParameter(said, param_hint="--record")
+    try:
+        for name in plan.policies:
+            name_to_record(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--record") from None
+
+
+def _record(report: dict[str, Any], out: Path) -> None:
+    """Keep a run as evidence, and say what `auto` may choose by it."""
+    from kvjax.cost_model.evidence import LEVELS, known_evidence, qualified, record_evaluation
+
+    file = record_evaluation(report, str(out.resolve() / "evaluation.json"))
+    rows = known_evidence(report["settings"]["fingerprint"])
+    for (name, level), length in itertools.product(LEVELS.items(), report["settings"]["lengths"]):
+        typer.echo(f"auto ({name}), up to {length:,} tokens: {', '.join(qualified(rows, level, length)) or 'dense, nothing qualifies'}")
+    typer.echo(f"recorded: {file}")
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -6,16 +6,19 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
+from kvjax.cost_model import evidence
 from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import evaluate
 
@@ -98,6 +101,23 @@ def test_a_run_from_end_to_end(whole):
     assert len(rows) == len(figures["retrieval"])
     assert rows[1]["describe"].startswith("window:128+12 (140 keys")
     assert [table.title.split(":")[0] for table in printed if isinstance(table, Table)][:2] == ["256 tokens", "320 tokens"]
+
+
+def test_a_run_is_kept_for_auto(whole, arguments, kvjax, monkeypatch, tmp_path):
+    """Of a finished run nothing is measured again."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(evidence, "MIN_WINDOWS", 2)
+    monkeypatch.setattr(evidence, "MIN_STEPS", 24)
+    status, out, err = kvjax(*arguments, "--out", folder, "--record")
+    assert status == 0, err
+    (file,) = (tmp_path / evidence.EVIDENCE_FOLDER).iterdir()
+    assert out.splitlines()[-1] == f"recorded: {file}"
+    assert "auto (assured), up to 256 tokens: dense, nothing qualifies" in out
+    rows = evidence.read_evidence(file)
+    assert {(row.policy, row.length) for row in rows} == {("window:128+12", 256), ("window:128+12", 320)}
+    assert {row.source for row in rows} == {str(folder / "evaluation.json")}
 
 
 @pytest.mark.long
@@ -199,6 +219,8 @@ def test_another_run_does_not_go_on_with_the_records_of_this_one(whole, argument
         (["--windows", "90"], "pass a longer text, or use fewer or shorter windows"),
         (["--steps", "300"], "use fewer steps"),
         (["--trials", "1"], "Invalid value for '--trials': must be a whole number from 2 to 65536, got 1"),
+        (["--record"], "Invalid value for --record: needs at least 5 --windows of 256 --steps, got 2 of 24"),
+        (["--record", "--cache-format", "int8"], "leave out --cache-format and --weights"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(arguments, kvjax, tmp_path, change, said):

@@ -1,0 +1,74 @@
+"""What `kvjax evaluate --record` keeps on a machine, and what `auto` then knows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvjax.cost_model import recorded_evidence
+from kvjax.cost_model.evidence import EVIDENCE_FOLDER, known_evidence, record_evaluation
+
+RUN = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "fidelity-cascade.json"
+OTHER = "sha256-" + 32 * "0"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run():
+    return json.loads(RUN.read_text())
+
+
+def of_another_model(run):
+    return run | {"settings": run["settings"] | {"fingerprint": OTHER, "model": "other"}}
+
+
+def test_a_run_that_is_kept_is_known_of_its_model_alone(home, run):
+    assert known_evidence(OTHER) == ()
+    file = record_evaluation(of_another_model(run), "here.json")
+    assert file == home / EVIDENCE_FOLDER / f"{OTHER}.json"
+    assert (home / EVIDENCE_FOLDER).stat().st_mode & 0o777 == 0o700
+    rows = known_evidence(OTHER)
+    assert rows
+    assert {(row.model, row.fingerprint, row.source) for row in rows} == {("other", OTHER, "here.json")}
+    assert record_evaluation(of_another_model(run), "again.json") == file
+    assert {row.source for row in known_evidence(OTHER)} == {"again.json"}, "a second run of the same replaces the first"
+    mark = run["settings"].get("fingerprint", recorded_evidence()[0].fingerprint)
+    assert set(known_evidence(mark)) == {row for row in recorded_evidence() if row.fingerprint == mark}
+
+
+def test_own_measurements_count_in_place_of_those_in_the_package(home, run):
+    mark = next(row.fingerprint for row in recorded_evidence() if row.model == "needle")
+    package = known_evidence(mark)
+    record_evaluation(run | {"settings": run["settings"] | {"fingerprint": mark}}, "own.json")
+    rows = known_evidence(mark)
+    own = {(row.policy, row.length) for row in rows if row.source == "own.json"}
+    assert own
+    assert {row for row in rows if row.source != "own.json"} == {row for row in package if (row.policy, row.length) not in own}
+
+
+def test_a_folder_that_others_may_write_is_refused(home):
+    folder = home / EVIDENCE_FOLDER
+    folder.mkdir(parents=True)
+    folder.chmod(0o770)
+    with pytest.raises(ValueError, match=r"evidence must be a folder of this user alone \(chmod 700\)"):
+        known_evidence(OTHER)
+
+
+@pytest.mark.parametrize("mark", ["../../etc/passwd", "sha256-" + 31 * "0", "sha256-" + 31 * "0" + "/", "", OTHER + "\n"])
+def test_a_fingerprint_names_no_other_file(home, run, mark):
+    with pytest.raises(ValueError, match="is no fingerprint of a model"):
+        record_evaluation(run | {"settings": run["settings"] | {"fingerprint": mark}}, "here.json")
+    assert not list(home.rglob("*.json"))
+
+
+def test_a_damaged_file_is_named(home):
+    folder = home / EVIDENCE_FOLDER
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / f"{OTHER}.json").write_text('{"rows": [{"model": 5}]}')
+    with pytest.raises(ValueError, match=f"{OTHER}.json"):
+        known_evidence(OTHER)
