@@ -243,7 +243,7 @@ class ActiveBatch:
         self._stepping = [self.samples[slot] for slot in self._slots]
         self.left = np.array([0 if sample is None else sample.sampling.max_new_tokens - sample.issued for sample in self.samples])
         self.steps = min(self.left[self._slots].tolist(), default=0)
-        self.reach = max((sample.handle.prompt_tokens + sample.sampling.max_new_tokens for sample in self._stepping), default=0)
+        self.reach = max((sample.state.prompt_tokens + sample.sampling.max_new_tokens for sample in self._stepping), default=0)
         self._alike = all(sample.only_ids for sample in self._stepping)
         self._stop_ids = frozenset().union(*(sample.stop_ids for sample in self._stepping))
         self._aside: list[Int32[np.ndarray, "B C"]] = []

@@ -18,7 +18,7 @@ from kvjax import Engine
 from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model import Auto, Bound, BusTerm, CostModel, Evidence, ExchangeTerm, Fidelity, Price, parse_level, predict
 from kvjax.cost_model import auto as auto_module
-from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, with_evaluation, write_evidence
+from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, recorded_evidence, with_evaluation, write_evidence
 from kvjax.cost_model.predict import sizes_of
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import decode_step
@@ -179,7 +179,7 @@ def test_the_committed_evidence_is_found_for_the_embedded_model(monkeypatch):
     monkeypatch.setattr(auto_module, "calibrate", lambda model, names, **_: asked.append(names) or cost(model.config))
     model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
     bound = Auto().bind(model, page_size=128, dtype="bfloat16").bound
-    assert bound.evidence == tuple(row for row in auto_module.recorded_evidence() if row.model == "needle") != ()
+    assert bound.evidence == tuple(row for row in recorded_evidence() if row.model == "needle") != ()
     assert asked, "there is something to choose between"
 
 
@@ -390,8 +390,7 @@ def test_without_bus_terms_auto_counts_pages_as_on_the_device_and_asks_for_more(
 
 def test_a_cost_model_without_the_term_takes_that_of_its_device(over_the_bus, model, monkeypatch):
     """A calibrated one has none. The term of another model is the device's, and makes a projection."""
-    mark = fingerprint(model)
-    monkeypatch.setattr(auto_module, "recorded_evidence", lambda: (row("quest:2", 4096, fingerprint=mark),))
+    monkeypatch.setattr(auto_module, "known_evidence", lambda mark: (row("quest:2", 4096, fingerprint=mark),))
     made = cost(model.config, model="tiny", dtype="float32", c1=(("quest:2", Price(1.0)),))
     monkeypatch.setattr(auto_module, "calibrate", lambda *_, **__: made)
     for device in ("chip", "other"):
@@ -470,7 +469,7 @@ def test_a_mesh_without_terms_is_refused_by_name(model, monkeypatch):
     monkeypatch.setattr(auto_module, "calibrate", lambda *_, **__: pytest.fail("a calibration times one device"))
     sizes = {"pages": 8, "page_size": PAGE, "prefill_chunk": PAGE, "mesh": kvjax.mesh(tensor=2, context=2)}
     assert "nothing else is on record" in Engine(model, "auto", **sizes).policy.describe()
-    monkeypatch.setattr(auto_module, "recorded_evidence", lambda: (row("quest:0", 2048, fingerprint=fingerprint(model)),))
+    monkeypatch.setattr(auto_module, "known_evidence", lambda mark: (row("quest:0", 2048, fingerprint=mark),))
     said = (
         r"policy auto .* tensor 2 x context 2: no cost model of this model on cpu .* assured: quest:0\).*"
         "--policies dense,quest:0 --tensor 1,2 --context 1,2 --json FILE, then kvjax cost fit FILE"
@@ -513,7 +512,7 @@ def test_an_engine_binds_auto_once_and_without_evidence_measures_nothing(small, 
 
 def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch):
     rows = (row("quest:0", 2048, fingerprint=fingerprint(model)), row("quest:0", 4096, fingerprint="another model"))
-    monkeypatch.setattr(auto_module, "recorded_evidence", lambda: rows)
+    monkeypatch.setattr(auto_module, "known_evidence", lambda mark: tuple(each for each in rows if each.fingerprint == mark))
     asked = []
     monkeypatch.setattr(auto_module, "calibrate", lambda model, names, **sizes: asked.append((names, sizes)) or cost(model.config))
     engine = Engine(model, "auto", policies=["auto:fast"], pages=8, page_size=PAGE, prefill_chunk=PAGE)
@@ -527,7 +526,7 @@ def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch)
 def test_a_built_in_cost_model_of_longer_launches_is_not_used(model, monkeypatch, steps):
     """Its times leave out the host's part, and a step of an engine is a launch of its own unless it is told
     otherwise."""
-    monkeypatch.setattr(auto_module, "recorded_evidence", lambda: (row("quest:0", 2048, fingerprint=fingerprint(model)),))
+    monkeypatch.setattr(auto_module, "known_evidence", lambda mark: (row("quest:0", 2048, fingerprint=mark),))
     known, calibrated = cost(model.config, dtype="float32", steps_per_launch=steps), cost(model.config, source="a calibration")
     monkeypatch.setattr(auto_module, "known_cost_model", lambda *_: known)
     monkeypatch.setattr(auto_module, "_calibrated", {})
@@ -538,7 +537,7 @@ def test_a_built_in_cost_model_of_longer_launches_is_not_used(model, monkeypatch
 
 def test_times_that_make_no_cost_model_leave_it_dense(model, monkeypatch, caplog):
     rows = (row("quest:0", 2048, fingerprint=fingerprint(model)),)
-    monkeypatch.setattr(auto_module, "recorded_evidence", lambda: rows)
+    monkeypatch.setattr(auto_module, "known_evidence", lambda mark: tuple(each for each in rows if each.fingerprint == mark))
 
     def fails(*_, **__):
         raise ValueError("no bandwidth to fit")

@@ -236,6 +236,8 @@ def test_cancelled_while_suspended(engine, only):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_cancelled_with_some_samples_started(engine, steps):
     scheduler = Scheduler(engine, slots=2)
+    scheduler.submit(asked("Call me", 4, n=3, temperature=1.0))
+    finish(scheduler)  # first tokens do not wait while their programs are compiled
     handle = scheduler.submit(asked("Call me", 4, n=3, temperature=1.0))
     for _ in range(steps):
         scheduler.step()

@@ -263,7 +263,7 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
 
     status, out, _ = kvjax("cost", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
     assert (status, "no evidence is recorded for this model" in out) == (0, True)
-    monkeypatch.setattr(auto, "recorded_evidence", lambda: rows)
+    monkeypatch.setattr(auto, "known_evidence", lambda mark: tuple(each for each in rows if each.fingerprint == mark))
     fields = {"device": "chip", "model": "it", "sizes": sizes_of(model.config), "dtype": "float32", "measured": ((1, 1, 512),)}
     made = CostModel(1e6, 0.0, (("window:4+8", Price(0.0)),), **fields, error=0.0, source="planted")
     monkeypatch.setattr(auto, "calibrate", lambda *_, **__: made)
