@@ -3,6 +3,7 @@ that are nowhere."""
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -292,7 +293,8 @@ def test_prefill_needs_the_pages_that_its_queries_may_read(name, group, page, mi
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_the_error_is_raised_where_a_step_is_read(logprobs):
     """Whether rows are looked at one by one, as for log-probabilities, or not."""
-    one, active = jnp.ones(1, jnp.int32), ActiveBatch([Sample(None, 0, Sampling(logprobs=logprobs), None, frozenset(), None)])
+    state, sampling = SimpleNamespace(prompt_tokens=1), Sampling(logprobs=logprobs)
+    one, active = jnp.ones(1, jnp.int32), ActiveBatch([Sample(state, 0, sampling, None, frozenset(), None)])
     sampled = Sampled(one, jnp.ones(1), jnp.ones(1, bool))
     for missing in (None, 0 * one):
         packed = pack(sampled, AttentionStats(one, one, missing))

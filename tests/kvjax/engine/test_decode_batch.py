@@ -39,8 +39,8 @@ def checked(monkeypatch):
     """Every step's tables and lengths are compared with those made anew; returns how many were."""
     seen, real = [], DecodeBatch.cache
 
-    def cache(self, layers, num_tokens):
-        made, following = real(self, layers, num_tokens)
+    def cache(self, layers, num_tokens, reach=0):
+        made, following = real(self, layers, num_tokens, reach)
         named = name_pages(made, following)
         fresh = PageManager.tables.__get__(_Spec(self.spec))(self.sequences)
         for name, table in fresh.items():
