@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kvjax.scheduler import launch_size
-from kvjax.scheduler.launch_size import SEVERAL, SIGNS, LaunchSize
+from kvjax.scheduler.launch_size import LONG_ANSWER, LONG_PROMPT, SEVERAL, SIGNS, LaunchSize
 
 
 @pytest.fixture
@@ -56,6 +56,28 @@ def test_time_between_decode_steps_is_not_counted(clock):
         size.interrupted()
         clock[0] += 100
     assert size.steps == 1
+
+
+def test_a_host_that_computes_the_steps_itself_launches_one(clock):
+    size = LaunchSize("auto", on_host=True)
+    assert set(decode(size, clock, host=3.8, device=2.4)) == {1}
+    assert (size.most, size.sizes(LONG_PROMPT, LONG_ANSWER)) == (1, (1,))
+    assert LaunchSize(8, on_host=True).most == 8
+
+
+@pytest.mark.parametrize(
+    ("steps", "prefilled", "tokens", "sizes"),
+    [
+        ("auto", LONG_PROMPT, LONG_ANSWER, (1, SEVERAL)),
+        ("auto", LONG_PROMPT - 1, LONG_ANSWER, (1,)),
+        ("auto", LONG_PROMPT, LONG_ANSWER - 1, (1,)),
+        (1, LONG_PROMPT, LONG_ANSWER, (1,)),
+        (8, 0, 2, (8, 1)),
+    ],
+)
+def test_programs_that_are_compiled_ahead(steps, prefilled, tokens, sizes):
+    """Several steps by "auto" only for a long prompt and a long answer."""
+    assert LaunchSize(steps).sizes(prefilled, tokens) == sizes
 
 
 @pytest.mark.parametrize("steps", [1, 8, 16])
