@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.axes import check_mesh, plan_sizes
+from kvjax.axes import check_mesh, plan_sizes, several_processes
 from kvjax.cache import Cache, PageAllocator
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.page_manager import PageManager, pages_for
@@ -484,6 +484,8 @@ class Engine:
         narrow, wide = self._widths(longest), self._widths(reach)
         if longest >= reach or narrow == wide:
             return longest
+        if several_processes(self.mesh):
+            return reach  # the others may have compiled more, or less
         known = [self._knows(_program(policy, widths.values(), rows, ends, steps)) for widths in (narrow, wide)]
         if known != [True, False]:
             return reach
@@ -500,7 +502,7 @@ class Engine:
             if self._compile_ahead.wanted(key):
                 self._begin_compiling(each, group.sequences, widths, group.sampling, group.launch.ends, group.launch.steps)
         compiled = [self._compile_ahead.is_compiled(key) for _, _, key in programs]
-        return all(compiled[:count]) or all(compiled[count:])
+        return all(compiled[:count]) or (all(compiled[count:]) and not several_processes(self.mesh))
 
     def _begin_compiling(
         self,

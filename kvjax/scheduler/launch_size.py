@@ -23,8 +23,8 @@ SIGNS = 4
 
 
 class LaunchSize:
-    """steps: a number, or "auto": one step while the device is slower than the host, else `SEVERAL`. on_host: whether
-    the host computes the steps itself; then "auto" is one step, because several gain nothing.
+    """steps: a number, or "auto": one step while the device is slower than the host, else `SEVERAL`. single: "auto" is
+    one step, as where the host computes the steps itself, and several gain nothing.
 
     The host launches a step while the device runs the one before, and then waits for it. If it hardly waits, the
     device has waited for the host. With several steps in a launch, the host's part is known from before, and the
@@ -32,12 +32,12 @@ class LaunchSize:
     several gain nothing.
     """
 
-    def __init__(self, steps: StepsPerLaunch, *, on_host: bool = False):
+    def __init__(self, steps: StepsPerLaunch, *, single: bool = False):
         self.auto = steps == "auto" and isinstance(steps, str)
         if not self.auto and isinstance(steps, str):
             raise ValueError(f"steps_per_launch must be a whole number from 1 to {MAX_STEP_TOKENS}, or 'auto', got {steps!r}")
         if self.auto:
-            self.most = 1 if on_host else SEVERAL
+            self.most = 1 if single else SEVERAL
         else:
             self.most = whole_number("steps_per_launch", steps, 1, MAX_STEP_TOKENS + 1)
         self.steps = 1 if self.auto else self.most

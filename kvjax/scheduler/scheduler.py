@@ -103,7 +103,10 @@ class Scheduler:
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
-        self._launches = LaunchSize(steps_per_launch, on_host=engine.on_cpu)
+        # Processes that follow no leader must launch the same programs, and their clocks and compilers differ.
+        self._by_clock = not several_processes(engine.mesh)
+        leads = self._by_clock or engine.guard.together is not None
+        self._launches = LaunchSize(steps_per_launch, single=engine.on_cpu or not leads)
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
@@ -355,7 +358,7 @@ class Scheduler:
     def _compile_with(self, chunks: tuple[Chunk, ...]) -> None:
         """If the program of a prompt's first chunk is new, compile what comes after the prompt beside it. What fails
         here fails again when the chunk runs."""
-        if self._together is not None or self._prefilling.begun:
+        if not self._by_clock or self._prefilling.begun:
             return
         self._prefilling.begun = True
         with contextlib.suppress(Exception):
@@ -446,7 +449,7 @@ class Scheduler:
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
         steps = self._launches.steps if self._together is None else self._together.first(self._launches.steps)
         groups = self._groups(1 if self._single_step or starting else steps)
-        first = self._together is None and any(each.active is None for each in self._pending)
+        first = self._by_clock and any(each.active is None for each in self._pending)
         if first and any(self.engine.holds_up(group) for _, group in groups):
             self._read()  # a first token does not wait for the compiler
             return 0

@@ -59,10 +59,10 @@ def test_time_between_decode_steps_is_not_counted(clock):
 
 
 def test_a_host_that_computes_the_steps_itself_launches_one(clock):
-    size = LaunchSize("auto", on_host=True)
+    size = LaunchSize("auto", single=True)
     assert set(decode(size, clock, host=3.8, device=2.4)) == {1}
     assert (size.most, size.sizes(LONG_PROMPT, LONG_ANSWER)) == (1, (1,))
-    assert LaunchSize(8, on_host=True).most == 8
+    assert LaunchSize(8, single=True).most == 8
 
 
 @pytest.mark.parametrize(
