@@ -17,6 +17,7 @@ import functools
 import importlib.resources
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -181,9 +182,8 @@ def recorded_evidence() -> tuple[Evidence, ...]:
 def known_evidence(mark: str) -> tuple[Evidence, ...]:
     """What is known of a model: rows of the table inside the package, and those that `kvjax evaluate --record` wrote on
     this machine. Where both have a policy at a length, the latter count. mark: the model's fingerprint. ValueError for
-    a damaged file, and for a folder that others may write."""
-    file = _own_file(mark)
-    own = tuple(row for row in read_evidence(file) if row.fingerprint == mark) if file.is_file() else ()
+    a damaged file, and for a folder that others may write. Nothing is made, so a home may be missing or read-only."""
+    own = tuple(row for row in read_evidence(_own_file(mark)) if row.fingerprint == mark) if _has_own_file(mark) else ()
     measured = {(row.policy, row.length) for row in own}
     return own + tuple(row for row in recorded_evidence() if row.fingerprint == mark and (row.policy, row.length) not in measured)
 
@@ -196,8 +196,17 @@ def record_evaluation(run: Mapping[str, Any], source: str) -> Path:
     return file
 
 
+def _has_own_file(mark: str) -> bool:
+    """Whether this machine has a file of a model. False, too, where the user has no home."""
+    try:
+        folder = Path.home() / EVIDENCE_FOLDER
+    except RuntimeError:
+        return False
+    return os.path.lexists(folder) and _own_file(mark).is_file()
+
+
 def _own_file(mark: str) -> Path:
-    """The file of a model, a name without a path."""
+    """The file of a model, a name without a path. Its folder is made."""
     if not re.fullmatch("sha256-[0-9a-f]{32}", mark):
         raise ValueError(f"{mark!r:.100} is no fingerprint of a model: 'sha256-' and 32 hexadecimal digits")
     folder = Path.home() / EVIDENCE_FOLDER

@@ -72,3 +72,27 @@ def test_a_damaged_file_is_named(home):
     (folder / f"{OTHER}.json").write_text('{"rows": [{"model": 5}]}')
     with pytest.raises(ValueError, match=f"{OTHER}.json"):
         known_evidence(OTHER)
+
+
+def test_to_know_what_was_recorded_takes_no_home(home, monkeypatch):
+    """Where nothing was recorded, nothing is made: `auto` runs in a home that is missing or cannot be written to."""
+    assert known_evidence(OTHER) == ()
+    assert not (home / EVIDENCE_FOLDER).exists()
+    mark = recorded_evidence()[0].fingerprint
+    (home / "a file").touch()
+    monkeypatch.setattr(Path, "home", lambda: home / "a file")
+    assert {row.fingerprint for row in known_evidence(mark)} == {mark}
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert {row.fingerprint for row in known_evidence(mark)} == {mark}
+
+
+def test_a_link_in_place_of_the_folder_is_refused(home):
+    folder = home / EVIDENCE_FOLDER
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(home / "elsewhere")
+    with pytest.raises((ValueError, FileExistsError), match="evidence"):
+        known_evidence(OTHER)
