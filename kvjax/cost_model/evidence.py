@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from kvjax.cost_model.records import Count, check_record, from_json
 from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
@@ -192,8 +194,14 @@ def record_evaluation(run: Mapping[str, Any], source: str) -> Path:
     """Keep a run's measurements on this machine, for `known_evidence`. Returns the file. Raises as `with_evaluation`
     and `known_evidence` do."""
     file = _own_file(run["settings"]["fingerprint"])
-    write_evidence(with_evaluation(read_evidence(file) if file.is_file() else (), run, source), file)
+    with filelock.FileLock(file.with_suffix(".lock")):
+        write_evidence(with_evaluation(read_evidence(file) if file.is_file() else (), run, source), file)
     return file
+
+
+def check_can_record() -> None:
+    """ValueError or OSError where `record_evaluation` could keep nothing on this machine."""
+    own_folder(Path.home() / EVIDENCE_FOLDER)
 
 
 def _has_own_file(mark: str) -> bool:

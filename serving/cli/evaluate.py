@@ -249,7 +249,7 @@ def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Pat
 
 def _check_recordable(plan: Plan) -> None:
     """BadParameter for a run that is no evidence, before it begins."""
-    from kvjax.cost_model.evidence import MIN_STEPS, MIN_WINDOWS, name_to_record
+    from kvjax.cost_model.evidence import MIN_STEPS, MIN_WINDOWS, check_can_record, name_to_record
 
     if plan.cache_formats or plan.weights:
         raise typer.BadParameter("keeps runs of one packing: leave out --cache-format and --weights", param_hint="--record")
@@ -259,7 +259,8 @@ def _check_recordable(plan: Plan) -> None:
     try:
         for name in plan.policies:
             name_to_record(name)
-    except ValueError as error:
+        check_can_record()
+    except (ValueError, OSError, RuntimeError) as error:
         raise typer.BadParameter(str(error), param_hint="--record") from None
 
 

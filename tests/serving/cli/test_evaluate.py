@@ -112,12 +112,21 @@ def test_a_run_is_kept_for_auto(whole, arguments, kvjax, monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "MIN_STEPS", 24)
     status, out, err = kvjax(*arguments, "--out", folder, "--record")
     assert status == 0, err
-    (file,) = (tmp_path / evidence.EVIDENCE_FOLDER).iterdir()
+    (file,) = (tmp_path / evidence.EVIDENCE_FOLDER).glob("*.json")
     assert out.splitlines()[-1] == f"recorded: {file}"
     assert "auto (assured), up to 256 tokens: dense, nothing qualifies" in out
     rows = evidence.read_evidence(file)
     assert {(row.policy, row.length) for row in rows} == {("window:128+12", 256), ("window:128+12", 320)}
     assert {row.source for row in rows} == {str(folder / "evaluation.json")}
+
+
+def test_a_run_that_could_not_be_kept_is_refused_before_it_begins(arguments, kvjax, monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: Path("/dev/null"))
+    monkeypatch.setattr(evidence, "MIN_WINDOWS", 2)
+    monkeypatch.setattr(evidence, "MIN_STEPS", 24)
+    status, _, err = kvjax(*arguments, "--out", tmp_path / "run", "--record")
+    assert (status, "Invalid value for --record" in err, "/dev/null/.cache" in " ".join(err.split())) == (2, True, True), err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long
