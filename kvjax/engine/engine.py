@@ -480,12 +480,13 @@ class Engine:
         """For how many tokens the page tables of a sampled step have room at least: for `reach`, so that all steps of
         an answer run one program. But where the program of narrower tables is there, nobody waits for another: it is
         compiled in another thread when three quarters of the narrower tables are filled."""
-        longest, rows, ends = slots.longest_after(written), sampling[0], _ends(sampling)
-        narrow, wide = self._widths(longest), self._widths(reach)
-        if longest >= reach or narrow == wide:
+        longest = slots.longest_after(written)
+        if longest >= reach:
             return longest
-        if several_processes(self.mesh):
-            return reach  # the others may have compiled more, or less
+        narrow, wide = self._widths(longest), self._widths(reach)
+        if narrow == wide or several_processes(self.mesh):
+            return reach  # other processes may have compiled more, or less
+        rows, ends = sampling[0], _ends(sampling)
         known = [self._knows(_program(policy, widths.values(), rows, ends, steps)) for widths in (narrow, wide)]
         if known != [True, False]:
             return reach
@@ -912,8 +913,9 @@ class Engine:
         room = self._room(policy, slots, written, sampling, steps, reach) if sampled else 0
         cache, following = slots.cache(self._pool, written, room)
         widths = [cache.page_tables[group.name].shape[1] for group in cache.spec.groups]
-        key = _program(policy, widths, sampling[0], _ends(sampling), steps) if sampled else None
-        self._compile_ahead.wait(key)
+        if sampled:
+            key = _program(policy, widths, sampling[0], _ends(sampling), steps)
+            self._compile_ahead.wait(key)
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
         states = self._policy_set.states.of_batch(policy, slots.sequences)
@@ -928,7 +930,8 @@ class Engine:
         except BaseException:
             slots.forget()
             raise
-        self._programs.add(key)
+        if sampled:
+            self._programs.add(key)
         *results, cache, states, self.last_reads = results
         return Launched(policy, slots, results, states, cache, steps)
 

@@ -33,10 +33,11 @@ class LaunchSize:
     """
 
     def __init__(self, steps: StepsPerLaunch, *, single: bool = False):
-        self.auto = steps == "auto" and isinstance(steps, str)
-        if not self.auto and isinstance(steps, str):
+        left_to_us = steps == "auto" and isinstance(steps, str)
+        if not left_to_us and isinstance(steps, str):
             raise ValueError(f"steps_per_launch must be a whole number from 1 to {MAX_STEP_TOKENS}, or 'auto', got {steps!r}")
-        if self.auto:
+        self.auto = left_to_us and not single  # whether the number may change
+        if left_to_us:
             self.most = 1 if single else SEVERAL
         else:
             self.most = whole_number("steps_per_launch", steps, 1, MAX_STEP_TOKENS + 1)
@@ -49,14 +50,14 @@ class LaunchSize:
         """How many steps launches may have while so many tokens are made, the first launch's first. prefilled: tokens
         of the prompt so far. "auto" compiles a second program only for a long prompt and a long answer."""
         if self.auto:
-            return (1, self.most) if self.most > 1 and prefilled >= LONG_PROMPT and tokens >= LONG_ANSWER else (1,)
+            return (1, self.most) if prefilled >= LONG_PROMPT and tokens >= LONG_ANSWER else (1,)
         return (self.most, 1) if self.most > 1 else (1,)
 
     def read(self, steps: int, waited: float) -> None:
         """A launch of so many steps was read. waited: how long the host waited for it, in seconds."""
         now, last = time.perf_counter(), self._last
         self._last = now
-        if not self.auto or self.most == 1 or last is None or steps != self.steps:
+        if not self.auto or last is None or steps != self.steps:
             return
         period = now - last
         if steps == 1:

@@ -103,10 +103,11 @@ class Scheduler:
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
-        # Processes that follow no leader must launch the same programs, and their clocks and compilers differ.
-        self._by_clock = not several_processes(engine.mesh)
-        leads = self._by_clock or engine.guard.together is not None
-        self._launches = LaunchSize(steps_per_launch, single=engine.on_cpu or not leads)
+        # Several processes must launch the same programs, and their clocks and compilers differ. A leader's clock
+        # decides how many steps a launch has.
+        led, several = engine.guard.together is not None, several_processes(engine.mesh)
+        self._by_clock = not (led or several)
+        self._launches = LaunchSize(steps_per_launch, single=engine.on_cpu or (several and not led))
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
