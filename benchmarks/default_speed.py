@@ -12,15 +12,17 @@ import typer
 
 from benchmarks.hollow import random_model, random_prompt
 from benchmarks.run import BenchFormatOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, run
+from kvjax.axes import mesh
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
 from kvjax.generation import run as run_requests
 from kvjax.model.config import ModelConfig
+from kvjax.policies.decode import parse
 from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.scheduler.request import Request
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
-from kvjax.serving.cli.options import JsonOption, token_count, whole
+from kvjax.serving.cli.options import JsonOption, TensorOption, token_count, whole
 
 SKIPPED = 32
 """Tokens of an answer that are not timed: the number of steps in a launch settles."""
@@ -38,16 +40,20 @@ def token_rows(
     slots: int,
     answer: int,
     rounds: int,
+    tensor: int = 1,
     say: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
     """For each policy, and each of `launches` (`steps_per_launch`), seconds of a token of one request.
 
-    Every policy has its own prompt, which is computed once, in a request that warms up, and found later. A row has the
+    Every policy has its own prompt, which is computed once, in a request that warms up, and found later, unless a policy
+    learns from prompts. A row has the
     median of `rounds` requests, each with the mean of its tokens behind the first `SKIPPED`. The settings take turns.
     """
     say("weights")
     pages = len(policies) * pages_of(length) + slots + 2
-    sizes = {"pages": pages, "batch_buckets": (slots,), "cache_format": cache_format, "reuse": "any"}
+    reuse = None if any(parse(each).learns for each in policies) else "any"
+    sizes = {"pages": pages, "batch_buckets": (slots,), "cache_format": cache_format, "reuse": reuse}
+    sizes |= {} if tensor == 1 else {"mesh": mesh(tensor=tensor)}
     engine = Engine(random_model(config, weights), policies[0], policies=policies[1:], **sizes)
     sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
     prompts = [random_prompt(config, length - answer, seed) for seed in range(len(policies))]
@@ -67,6 +73,7 @@ def token_rows(
             "op": "default-tokens",
             "shape": shape,
             "layers": config.num_layers,
+            "tensor": tensor,
             "weights": weights,
             "cache_format": cache_format,
             "policy": policy,
@@ -125,6 +132,7 @@ def tokens_command(
     slots: Annotated[int, typer.Option(help="Slots; one is in use.", **whole())] = 1,
     answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(SKIPPED + 2))] = 288,
     rounds: Annotated[int, typer.Option(help="Timed requests of every kind.", **whole())] = 5,
+    tensor: TensorOption = 1,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -132,7 +140,7 @@ def tokens_command(
     """Time the tokens of one request through kvjax.run, as a user gets them."""
     counts = tuple("auto" if each == "auto" else int(each) for each in launches.split(","))
     sizes = {"length": length, "policies": tuple(policies.split(",")), "launches": counts, "slots": slots, "answer": answer}
-    sizes |= {"rounds": rounds, "weights": _packing(weights), "cache_format": cache_format}
+    sizes |= {"rounds": rounds, "weights": _packing(weights), "cache_format": cache_format, "tensor": tensor}
     config = config_of_shape(shape, layers, dtype)
     run(json_out, "default-tokens", lambda say: token_rows(shape, config, **sizes, say=say))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
+from benchmarks.run import BenchChunkOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, plan_of, run
 from benchmarks.sessions import PAGE_SIZE, ServerProcess, check_chunk, page_of
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
@@ -57,7 +57,8 @@ def counted(rounds: int, run: Callable[[int], dict[str, Any]], say: Say, what: s
 class Tokens:
     """Sessions that generate at once, each with a slot of its own. shape, layers, dtype: of the model. prompt: tokens
     of each history. answer: tokens that each generates. rounds: timed ones, of the engine alone and of the sessions.
-    idle: sessions with a history of the same length that are open beside them in `idle_rows`."""
+    weights: how they are packed, as in `kvjax.load`. idle: sessions with a history of the same length that are open
+    beside them in `idle_rows`."""
 
     shape: str
     layers: int | None
@@ -68,6 +69,7 @@ class Tokens:
     answer: int
     rounds: int
     chunk: int
+    weights: str | None = None
     idle: int = 0
 
     def __post_init__(self):
@@ -222,7 +224,7 @@ def serve_tokens(pipe: Any, plan: Tokens) -> None:
     from kvjax.engine.engine import Engine
     from kvjax.serving.bench.decode import config_of
 
-    model = random_model(config_of(plan.shape, plan.layers, plan.dtype))
+    model = random_model(config_of(plan.shape, plan.layers, plan.dtype), plan.weights)
     sizes = {"pages": plan.pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "batch_buckets": (plan.sessions,)}
     engine = Engine(model, plan.policy, **sizes)
     rounds = iter(range(1000))
@@ -459,6 +461,7 @@ def tokens_command(
         ),
     ] = None,
     chunk: BenchChunkOption = 512,
+    weights: PackedOption = "none",
     dtype: BenchDtypeOption = "float32",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -472,6 +475,7 @@ def tokens_command(
     needs_extras("session_costs tokens", "server")
     config_of_shape(shape, layers, dtype)
     sizes = {"policy": policy, "sessions": sessions, "prompt": prompt, "answer": answer, "rounds": rounds, "chunk": chunk}
+    sizes["weights"] = None if weights == "none" else weights
     plan = plan_of(Tokens, shape, layers, dtype, **sizes, idle=idle or 0)
     if idle is not None:
         return run(json_out, "session-idle", lambda say: idle_rows(plan, say))

@@ -48,7 +48,7 @@ def sessions_cells(row: Row) -> tuple[str, ...]:
 
 def session_tokens_cells(row: Row) -> tuple[str, ...]:
     """Cells with tokens per second, milliseconds of a gap, and microseconds of CPU time for a token."""
-    shape, job = f"{shape_text(row)}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
+    shape, job = f"{shape_text(row)}, {row.get('weights') or row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
     rates = f"{row['engine_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / row['engine_tokens_per_s']:.2f}"
     told, generated = row["through_grpc"], row["sessions"] * row["answer"]
     gaps = (f"{told[name] * 1e3:,.1f}" for name in ("gap_p50_s", "gap_p95_s"))
@@ -107,7 +107,8 @@ def token_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds of a token."""
     steps = "default" if row["steps_per_launch"] == "auto" else str(row["steps_per_launch"])
     times = f"{row['median_s'] * 1e3:.2f}", f"{row['least_s'] * 1e3:.2f} to {row['most_s'] * 1e3:.2f}"
-    return shape_text(row), tokens_text(row["tokens"]), *_packing(row), f"`{row['policy']}`", steps, *times
+    devices = f", {row['tensor']} devices" if row.get("tensor", 1) > 1 else ""
+    return shape_text(row) + devices, tokens_text(row["tokens"]), *_packing(row), f"`{row['policy']}`", steps, *times
 
 
 def job_cells(row: Row) -> tuple[str, ...]:
