@@ -45,9 +45,9 @@ def token_rows(
 ) -> Iterator[dict[str, Any]]:
     """For each policy, and each of `launches` (`steps_per_launch`), seconds of a token of one request.
 
-    Every policy has its own prompt, which is computed once, in a request that warms up, and found later, unless a policy
-    learns from prompts. A row has the
-    median of `rounds` requests, each with the mean of its tokens behind the first `SKIPPED`. The settings take turns.
+    Every policy has its own prompt, which is computed once, in a request that warms up, and found later, unless a
+    policy learns from prompts. A row has the median of `rounds` requests, each with the mean of its tokens behind the
+    first `SKIPPED`. The settings take turns. tensor: devices over which the model is split.
     """
     say("weights")
     pages = len(policies) * pages_of(length) + slots + 2

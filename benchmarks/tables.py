@@ -117,6 +117,14 @@ def job_cells(row: Row) -> tuple[str, ...]:
     return shape_text(row), job, *_packing(row), f"`{row['policy']}`", f"{row['cold_s']:.1f}", f"{row['warm_s']:.1f}"
 
 
+def draft_round_cells(row: Row) -> tuple[str, ...]:
+    """Cells with milliseconds of a token, without drafts and with them."""
+    policies = f"`{row['policy']}`", f"`{row['draft']}`"
+    times = f"{row['plain_s'] * 1e3:.2f}", f"{row['drafted_s'] * 1e3:.2f}", f"{row['times']:.2f}"
+    counts = f"{row['acceptance']:g}", f"{row['tokens_per_round']:.1f} of {row['round']}"
+    return shape_text(row), tokens_text(row["tokens"]), str(row["slots"]), *_packing(row), *policies, *counts, *times
+
+
 def _packing(row: Row) -> tuple[str, str]:
     return f"`{row.get('weights') or 'bfloat16'}`", f"`{row.get('cache_format') or 'bfloat16'}`"
 
@@ -273,6 +281,23 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         gaps_cells,
     ),
     "default-tokens": (("shape", "tokens", "weights", "pages", "policy", "steps per launch", "ms per token", "range ms"), token_cells),
+    "draft-rounds": (
+        (
+            "shape",
+            "tokens",
+            "batch",
+            "weights",
+            "pages",
+            "policy",
+            "draft",
+            "drafts right",
+            "tokens of a round",
+            "ms per token",
+            "with drafts",
+            "times",
+        ),
+        draft_round_cells,
+    ),
     "default-job": (("shape", "job", "weights", "pages", "policy", "first time s", "again s"), job_cells),
     "cold": (
         (
@@ -370,6 +395,6 @@ def made(kind: str, rows: list[Row]) -> str:
         "agents",
         "minutes",
     )
-    told += ("kind", "phase", "open", "history", "cache_format", "cached")
+    told += ("kind", "phase", "open", "history", "cache_format", "cached", "draft", "acceptance", "slots")
     latest = {(*(row.get(name) for name in told), row.get("steps_per_launch", 1)): row for row in rows}  # 1 in older rows
     return markdown(columns, map(cells, latest.values()))

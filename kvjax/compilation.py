@@ -99,6 +99,11 @@ class CompileAhead:
         future = self._begun.get(key)
         return future is not None and future.done() and future.exception() is None
 
+    def has_failed(self, key: Hashable) -> bool:
+        """Whether programs were begun, and cannot be compiled."""
+        future = self._begun.get(key)
+        return key in self._begun and (future is None or (future.done() and future.exception() is not None))
+
     def takes_long(self, key: Hashable) -> bool:
         """Whether programs that were begun are still being compiled after `SHORT` seconds. Those of the compilation
         cache are not."""

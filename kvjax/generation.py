@@ -33,6 +33,7 @@ def run(
     on_token: OnToken | None = None,
     on_prefill: Callable[[int], None] | None = None,
     steps_per_launch: StepsPerLaunch = "auto",
+    draft: str | DecodePolicy | None = None,
 ) -> Iterator[tuple[Request, Completion]]:
     """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its
     completion as it finishes.
@@ -43,8 +44,8 @@ def run(
     bad token, more pages than the pool has), or the model gives NaN (`NotFinite`), its completion has an `error`, and
     the others continue. Each sample of a request with n above 1 takes a slot; the prompt is prefilled once and forked.
     on_prefill: called with the number of prompt tokens done. While a request with a penalty runs, the tokens of every
-    slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens). steps_per_launch: as in
-    `Scheduler`.
+    slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens). steps_per_launch,
+    draft: as in `Scheduler`.
 
     engine: one, or several replicas (`kvjax.replicas`), each with `slots` slots and a thread of its own. A request goes
     to the replica that has a free slot and fewest requests; its bits do not depend on which. The iterable and the
@@ -52,6 +53,7 @@ def run(
     free what they held.
     """
     engines, options = _engines_of(engine, "run"), {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
+    options["draft"] = draft
     if len(engines) > 1:
         from kvjax.scheduler.data_parallel import run_replicas
 
@@ -81,6 +83,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     details: Literal[False] = False,
     slots: int | None = None,
+    draft: str | DecodePolicy | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
@@ -96,6 +99,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     details: Literal[True],
     slots: int | None = None,
+    draft: str | DecodePolicy | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
@@ -111,6 +115,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     details: Literal[False] = False,
     slots: int | None = None,
+    draft: str | DecodePolicy | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
@@ -126,6 +131,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     details: Literal[True],
     slots: int | None = None,
+    draft: str | DecodePolicy | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
@@ -141,6 +147,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     details: bool = False,
     slots: int | None = None,
+    draft: str | DecodePolicy | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special: bool = False,
     on_error: Literal["raise", "return"] = "raise",
@@ -156,6 +163,7 @@ def generate(
     stream: Callable[[int, str], None] | None = None,
     details: bool = False,
     slots: int | None = None,
+    draft: str | DecodePolicy | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special: bool = False,
     on_error: Literal["raise", "return"] = "raise",
@@ -173,7 +181,7 @@ def generate(
     equal prompts draw independently. stream: called with the prompt's number and each new piece of text. details:
     return `Completion` objects instead of text. With n above 1, each prompt gives a list of n texts. on_error: "raise"
     raises what `Completion.error` would hold; with "return" the other prompts continue, and the error is returned in
-    place of the text.
+    place of the text. draft: a policy that drafts tokens for `policy` to verify, where that is faster (docs/drafts.md).
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
@@ -206,7 +214,7 @@ def generate(
                 raise _of_prompt(error, number, listed) from error.__cause__
             results[number] = Completion(finish_reason="error", error=error)
     several = (list(encoded.values()), settings.max_new_tokens, policy, wanted, prefill, settings.n)
-    engines = engines or (engine_for(model, *several),)
+    engines = engines or (engine_for(model, *several, draft=draft),)
     if slots is None:
         wanted = min(wanted, engines[0].batch_buckets[-1])
     requests = []
@@ -217,7 +225,7 @@ def generate(
         seen[prompt] += 1
         requests.append(Request(prompt, own, number))
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
-    for request, completion in run(engines, requests, policy=policy, slots=wanted, on_token=on_token):
+    for request, completion in run(engines, requests, policy=policy, slots=wanted, on_token=on_token, draft=draft):
         if completion.error is not None and on_error == "raise":
             raise _of_prompt(completion.error, request.id, listed)
         results[request.id] = completion
@@ -267,13 +275,14 @@ def engine_for(
     slots: int,
     prefill: str | PrefillPolicy | None = None,
     samples: int = 1,
+    draft: str | DecodePolicy | None = None,
 ) -> Engine:
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the
     steps compiled."""
     longest = model.config.max_positions  # a longer one is refused when its turn comes
     lengths = [(min(len(prompt) + new_tokens, longest), samples) for prompt in prompts]
     pages = table_width(pages_needed(lengths, slots, 128))
-    return Engine(model, policy, pages=pages, prefill=prefill)
+    return Engine(model, policy, policies=() if draft is None else (draft,), pages=pages, prefill=prefill)
 
 
 def pages_needed(requests: Iterable[tuple[int, int]], slots: int, page_size: int) -> int:

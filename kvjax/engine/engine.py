@@ -44,6 +44,7 @@ from kvjax.engine.step_plan import (
     Chunk,
     Decoded,
     DecodeGroup,
+    Launch,
     StepPlan,
     StepResult,
     check_launch,
@@ -87,16 +88,10 @@ class Launched:
     steps: int = 1
 
 
-def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, ends: Ends | None, steps: int) -> tuple[Hashable, ...]:
-    """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables.
-    ends: None: one step."""
-    shape = () if ends is None else ends.stop_ids.shape
-    return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, steps, *shape
-
-
-def _ends(sampling: tuple[Any, ...]) -> Ends | None:
-    """Of the fields of `StepInputs` from the rows on."""
-    return sampling[2] if len(sampling) > 2 else None
+def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, launch: Launch | None) -> tuple[Hashable, ...]:
+    """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables."""
+    which = (1,) if launch is None else (launch.steps, launch.draft, *launch.ends.stop_ids.shape)
+    return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, *which
 
 
 class Engine:
@@ -445,8 +440,8 @@ class Engine:
         one = SamplingRows.of(samplings[:1])
         self._compile_ahead.begin((one.draws, one.penalises, one.ranks), functools.partial(self._warmup.first_token, one))
         for each, steps in itertools.product(programs_of(policy), launches):
-            ends = Ends.shape_of(len(samplings), STOP_IDS) if steps > 1 else None
-            self._begin_compiling(each, [sequence] + [None] * (len(samplings) - 1), widths, rows, ends, steps)
+            launch = Launch(steps, Ends.shape_of(len(samplings), STOP_IDS), steps) if steps > 1 else None
+            self._begin_compiling(each, [sequence] + [None] * (len(samplings) - 1), widths, rows, launch)
 
     @guarded
     def compile_chunk_ahead(self, chunk: Chunk) -> bool:
@@ -467,16 +462,17 @@ class Engine:
     def _programs_of(self, group: DecodeGroup) -> list[tuple[DecodePolicy, dict[str, int], Hashable]]:
         """The programs that may run a group's step or launch, each with its policy and widths of page tables; those
         with room for the whole answer first."""
-        steps, ends = (1, None) if group.launch is None else (group.launch.steps, group.launch.ends)
-        longest = steps + max(each.length for each in group.sequences if each is not None)
+        longest = int(np.max(group.written)) + max(each.length for each in group.sequences if each is not None)
         policies, rooms = programs_of(self._policy_set.find(group.policy)), (max(longest, group.reach), longest)
         found = itertools.product(rooms, policies)
-        return [(each, widths := self._widths(room), _program(each, widths.values(), group.sampling, ends, steps)) for room, each in found]
+        return [(each, widths := self._widths(room), _program(each, widths.values(), group.sampling, group.launch)) for room, each in found]
 
     def _knows(self, key: Hashable) -> bool:
         return key in self._programs or self._compile_ahead.is_compiled(key)
 
-    def _room(self, policy: DecodePolicy, slots: DecodeBatch, written: Written, sampling: tuple[Any, ...], steps: int, reach: int) -> int:
+    def _room(
+        self, policy: DecodePolicy, slots: DecodeBatch, written: Written, rows: SamplingRows, launch: Launch | None, reach: int
+    ) -> int:
         """For how many tokens the page tables of a sampled step have room at least: for `reach`, so that all steps of
         an answer run one program. But where the program of narrower tables is there, nobody waits for another: it is
         compiled in another thread when three quarters of the narrower tables are filled."""
@@ -486,23 +482,24 @@ class Engine:
         narrow, wide = self._widths(longest), self._widths(reach)
         if narrow == wide or several_processes(self.mesh):
             return reach  # other processes may have compiled more, or less
-        rows, ends = sampling[0], _ends(sampling)
-        known = [self._knows(_program(policy, widths.values(), rows, ends, steps)) for widths in (narrow, wide)]
+        known = [self._knows(_program(policy, widths.values(), rows, launch)) for widths in (narrow, wide)]
         if known != [True, False]:
             return reach
         if 4 * longest >= 3 * min(narrow[group.name] * group.page_size for group in self.spec.groups):
-            self._begin_compiling(policy, slots.sequences, wide, rows, ends, steps)
+            self._begin_compiling(policy, slots.sequences, wide, rows, launch)
         return longest
 
     def has_program(self, group: DecodeGroup) -> bool:
-        """Whether the program of a group's launch of several steps is compiled. One that is often asked for is compiled
-        in another thread (`kvjax.compilation.CompileAhead.wanted`)."""
+        """Whether the program of a group's launch is compiled, or cannot be: then the launch says why. Another thread
+        compiles it; that of several steps only if it is often asked for (`kvjax.compilation.CompileAhead.wanted`)."""
         programs = self._programs_of(group)
         count = len(programs) // 2
         for each, widths, key in programs[:count]:
-            if self._compile_ahead.wanted(key):
-                self._begin_compiling(each, group.sequences, widths, group.sampling, group.launch.ends, group.launch.steps)
+            if group.launch.draft is not None or self._compile_ahead.wanted(key):
+                self._begin_compiling(each, group.sequences, widths, group.sampling, group.launch)
         compiled = [self._compile_ahead.is_compiled(key) for _, _, key in programs]
+        if group.launch.draft is not None and any(self._compile_ahead.has_failed(key) for _, _, key in programs):
+            return True
         return all(compiled[:count]) or (all(compiled[count:]) and not several_processes(self.mesh))
 
     def _begin_compiling(
@@ -511,12 +508,11 @@ class Engine:
         sequences: Sequence[CachedSequence | None],
         widths: dict[str, int],
         rows: SamplingRows,
-        ends: Ends | None,
-        steps: int,
+        launch: Launch | None,
     ) -> None:
-        shapes = None if ends is None else Ends.shape_of(*ends.stop_ids.shape)
-        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, shapes, steps)
-        self._compile_ahead.begin(_program(policy, widths.values(), rows, ends, steps), call)
+        shapes = launch and dataclasses.replace(launch, ends=Ends.shape_of(*launch.ends.stop_ids.shape))
+        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, shapes)
+        self._compile_ahead.begin(_program(policy, widths.values(), rows, launch), call)
 
     def _widths(self, tokens: int) -> dict[str, int]:
         """The widths of page tables whose longest row has so many tokens, by layer group."""
@@ -853,12 +849,12 @@ class Engine:
 
     def _decode(self, group: DecodeGroup) -> Decoded:
         """Run a group that was checked, and keep its result. Waits for the device if it had drafts."""
-        rows, launch = self._on_device(group.sampling), group.launch
-        if launch is None:
-            step, sampling, steps = decode_and_sample, (rows, group.counts), 1
-        else:
-            step, sampling, steps = decode_steps, (rows, group.counts, launch.ends), launch.steps
-        sizes = {"written": group.written, "steps": steps, "reach": group.reach}
+        launch, step, sampling = group.launch, decode_and_sample, (self._on_device(group.sampling), group.counts)
+        if launch is not None:
+            step, sampling = decode_steps, (*sampling, launch.ends)
+            if launch.draft is not None:
+                from kvjax.engine.draft_rounds import draft_rounds as step
+        sizes = {"written": group.written, "launch": launch, "reach": group.reach}
         launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, **sizes)
         sampled, packed, *ends = launched.results
         drafted = sampled.accepted is not None
@@ -875,16 +871,16 @@ class Engine:
         sampling=(),
         *,
         written: Written = 1,
-        steps: int = 1,
+        launch: Launch | None = None,
         reach: int = 0,
     ) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes. sampling: the fields of
-        `StepInputs` after the states. steps: of `decode_steps`. reach: of `DecodeGroup`."""
+        `StepInputs` after the states. launch, reach: of `DecodeGroup`."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, written)
         sequences, counts = slots.lacking(written)
         with self._reserved(sequences, counts) if sequences else contextlib.nullcontext():
-            return self._run(step, slots, tokens, policy, sampling, written, steps, reach)
+            return self._run(step, slots, tokens, policy, sampling, written, launch, reach)
 
     def _run(
         self,
@@ -894,7 +890,7 @@ class Engine:
         policy: DecodePolicy,
         sampling: tuple[Any, ...],
         written: Written,
-        steps: int,
+        launch: Launch | None,
         reach: int,
     ) -> Launched:
         """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have
@@ -910,11 +906,11 @@ class Engine:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
         sampled = bool(sampling) and tokens.ndim == 1
-        room = self._room(policy, slots, written, sampling, steps, reach) if sampled else 0
+        room = self._room(policy, slots, written, sampling[0], launch, reach) if sampled else 0
         cache, following = slots.cache(self._pool, written, room)
         widths = [cache.page_tables[group.name].shape[1] for group in cache.spec.groups]
         if sampled:
-            key = _program(policy, widths, sampling[0], _ends(sampling), steps)
+            key = _program(policy, widths, sampling[0], launch)
             self._compile_ahead.wait(key)
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
@@ -924,7 +920,8 @@ class Engine:
 
             states = after_prompts(policy, slots, states)
         inputs = StepInputs(self.model.params, cache, tokens, slots.active, states, *sampling)._replace(following=following)
-        static = StepStatic(self.model.decoder, policy, self.indexes, self._pool.shards, steps)
+        several = () if launch is None else (launch.steps, launch.draft)
+        static = StepStatic(self.model.decoder, policy, self.indexes, self._pool.shards, *several)
         try:
             results = self._pool.run(step, static, inputs, kept=self._pages_of)
         except BaseException:
@@ -933,7 +930,7 @@ class Engine:
         if sampled:
             self._programs.add(key)
         *results, cache, states, self.last_reads = results
-        return Launched(policy, slots, results, states, cache, steps)
+        return Launched(policy, slots, results, states, cache, static.steps)
 
     def _watches_each(self, tokens: Array) -> bool:
         """Whether a watched policy runs one program for all steps, because those of the policy alone round otherwise:

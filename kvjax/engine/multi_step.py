@@ -77,28 +77,21 @@ def decode_steps(
         found = sample(logits[:, 0], rows, after.lengths, counts)
         # Not as an update of a slice: XLA may run that as a copy to a place that the host computes in every step.
         packed = jnp.where(jnp.arange(static.steps)[:, None, None] == number, pack(found, reads), packed)
-        chosen = _kept(going, found.replace(top_tokens=None, top_logprobs=None, counts=None), sampled.replace(counts=None))
+        chosen = kept(going, found.replace(top_tokens=None, top_logprobs=None, counts=None), sampled.replace(counts=None))
         left = jnp.where(going, jnp.where(found.finite, ends.left - 1, 0), ends.left)
         pool = {name: getattr(after, name) for name in pool}
-        return pool, _kept(going, known, states), chosen.replace(counts=counts), ends.replace(left=left), packed, reads
+        return pool, kept(going, known, states), chosen.replace(counts=counts), ends.replace(left=left), packed, reads
 
     size, ranks = tokens.shape[0], min(rows.ranks, static.decoder.config.vocab_size)
     sampled = Sampled(tokens, jnp.zeros(size, jnp.float32), jnp.ones(size, bool), counts=counts)
     packed = jnp.zeros((static.steps, size, packed_width(ranks)), jnp.int32)
     pool = {name: getattr(cache, name) for name in ("layers", "hot", "lengths")}
-    carry = pool, states, sampled, ends, packed, _no_reads(cache)
+    carry = pool, states, sampled, ends, packed, AttentionStats.none(cache)
     with contextlib.nullcontext(step) if cache.shards.mesh is None else before_loop(step, 0, carry) as turn:
         pool, states, sampled, ends, packed, reads = jax.lax.fori_loop(0, static.steps, turn, carry)
     return sampled, packed, ends, cache.replace(**pool), states, reads
 
 
-def _kept(going: Bool[Array, "B"], new: Any, old: Any) -> Any:
+def kept(going: Bool[Array, "B"], new: Any, old: Any) -> Any:
     """The rows of `new` that go on, and those of `old` that do not."""
     return jax.tree.map(lambda new, old: jnp.where(going.reshape(-1, *[1] * (old.ndim - 1)), new, old), new, old)
-
-
-def _no_reads(cache: Cache) -> AttentionStats:
-    """What `decode` counts, before the first step."""
-    none = jnp.zeros_like(cache.lengths)
-    on_host = any(each.border is not None for each in cache.residency.values())
-    return AttentionStats(none, none, none if cache.residency else None, none.astype(jnp.float32) if on_host else None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from kvjax.cache import check_missing
+from kvjax.cache import Cache, check_missing
 from kvjax.engine.sampling import Sampled
 
 BLOCKS, KEYS, TOKENS, LOGPROBS, FINITE = range(5)
@@ -30,6 +30,13 @@ class AttentionStats:
     keys: Int[Array, "B"]
     missing: Int[Array, "B"] | None = None
     host_bytes: Float32[Array, "B"] | None = None
+
+    @classmethod
+    def none(cls, cache: Cache) -> AttentionStats:
+        """What was counted before the first step."""
+        zero = jnp.zeros_like(cache.lengths)
+        on_host = any(each.border is not None for each in cache.residency.values())
+        return cls(zero, zero, zero if cache.residency else None, zero.astype(jnp.float32) if on_host else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

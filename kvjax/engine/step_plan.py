@@ -19,6 +19,7 @@ from kvjax.engine.multi_step import Ends
 from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import AttentionStats, StepOutput, unpack
+from kvjax.engine.steps import Draft
 from kvjax.policies.decode import DecodePolicy
 from pallas_kernels.core.messages import shown
 
@@ -31,11 +32,13 @@ class Launch:
     """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MAX_STEP_TOKENS. ends:
     where rows end; the result has those of the next launch. written: the most tokens that these steps write, in every
     row or row by row; a row that ends early writes fewer, and must not be used afterwards without correcting its
-    sequence's length."""
+    sequence's length. draft: so many rounds in place of steps (`kvjax.engine.draft_rounds`); then `Sampled.accepted`
+    says how many tokens each row has more."""
 
     steps: int
     ends: Ends
     written: Written
+    draft: Draft | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,6 +148,8 @@ def check_launch(group: DecodeGroup) -> None:
     """ValueError unless a group's launch fits it."""
     launch, slots = group.launch, len(group.sequences)
     whole_number("steps of a launch", launch.steps, 1, MAX_STEP_TOKENS + 1)
+    if launch.draft is not None:
+        whole_number("tokens of a round", launch.draft.tokens, 2, MAX_STEP_TOKENS + 1)
     if group.tokens.ndim == 2:
         raise ValueError(f"a launch of {launch.steps} steps has no drafts, and got tokens of shape {group.tokens.shape}: give one per slot")
     shapes = {"left": np.shape(launch.ends.left), "stop_ids": np.shape(launch.ends.stop_ids)[:1]}

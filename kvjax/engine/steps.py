@@ -48,12 +48,20 @@ from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
 from pallas_kernels.core import pages
 
 
+class Draft(NamedTuple):
+    """How tokens are drafted. policy: keeps no state. tokens: of a sequence that a round writes at most, the certain
+    one among them."""
+
+    policy: DecodePolicy
+    tokens: int
+
+
 class StepStatic(NamedTuple):
     """What a program of a step is compiled for. Hashable.
 
     decoder: a model's, or that of a slice of its layers (`of_layers`). policy: by which its queries attend. indexes:
     those that sealing builds. shards: of the mesh over which params and cache are split. steps: how
-    many `decode_steps` runs.
+    many `decode_steps` runs. draft: of `draft_rounds`, which runs so many rounds.
     """
 
     decoder: Decoder
@@ -61,6 +69,7 @@ class StepStatic(NamedTuple):
     indexes: tuple[IndexSpec, ...]
     shards: Shards = ONE_DEVICE
     steps: int = 1
+    draft: Draft | None = None
 
 
 class StepInputs(NamedTuple):
@@ -182,7 +191,7 @@ def prefill_layers(
     after the chunk, are returned per policy and layer. While a layer computes, pages for the next one are copied; the
     last result are those of `copies.following`.
     """
-    decoder, policy, indexes, _, _ = static
+    decoder, policy, indexes = static[:3]
     params, cache, x, starts, fresh, place, owners, learning, copies, ahead = inputs
     shards = cache.shards
     positions = starts[:, None] + jnp.arange(shards.row_parts * x.shape[1], dtype=jnp.int32)
@@ -321,7 +330,7 @@ def decode(
     attends to pages, with query, pages, context, list, and the state that the list was made with
     (`kvjax.engine.inspection`).
     """
-    decoder, policy, indexes, _, _ = static
+    decoder, policy, indexes = static[:3]
     params, cache, tokens, active, states = inputs[:5]
     cache = cache if inputs.following is None else name_pages(cache, inputs.following)
     num_tokens = tokens.shape[1]

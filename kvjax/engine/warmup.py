@@ -17,11 +17,12 @@ from kvjax.cache.page_tables import staged_widths, table_width, table_widths
 from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.compilation import compile_together, shape_of
 from kvjax.engine.decode_batch import in_bucket
-from kvjax.engine.multi_step import Ends, decode_steps
+from kvjax.engine.multi_step import decode_steps
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_plan import Launch
 from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample, sample_first
 from kvjax.model.protocols import Model
 from kvjax.policies.choice import possible_prefills
@@ -142,16 +143,18 @@ class Warmup:
         sequences: Sequence[CachedSequence | None],
         widths: dict[str, int],
         rows: SamplingRows,
-        ends: Ends | None,
-        steps: int,
+        launch: Launch | None,
     ) -> list[functools.partial]:
-        """A call of `decode_and_sample`, or with ends of `decode_steps`, with shapes for arguments. widths: of the page
+        """A call of `decode_and_sample`, or of what runs a launch, with shapes for arguments. widths: of the page
         tables, by layer group."""
         call = self.step_call(policy, sequences, widths, rows, shape_of((len(sequences),), np.int32, self._committed))
-        if ends is None:
+        if launch is None:
             return [call]
         static, inputs = call.args
-        return [functools.partial(decode_steps, static._replace(steps=steps), inputs._replace(ends=ends))]
+        step = decode_steps
+        if launch.draft is not None:
+            from kvjax.engine.draft_rounds import draft_rounds as step
+        return [functools.partial(step, static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends))]
 
     def step_call(
         self,

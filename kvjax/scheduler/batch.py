@@ -35,6 +35,7 @@ class Sample:
 
     issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens
     or a stop string may end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
+    rounds, round_tokens: of drafting, and the tokens that stayed in them.
     """
 
     state: RequestState
@@ -49,6 +50,8 @@ class Sample:
     top_logprobs: list[Ranked] = dataclasses.field(default_factory=list)
     blocks: int = 0
     keys: int = 0
+    rounds: int = 0
+    round_tokens: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
     only_ids: bool = dataclasses.field(init=False)
@@ -151,6 +154,8 @@ class Sample:
             keys_per_step=self.keys / heads,
             found_tokens=self.handle.found_tokens,
             prompt_end=self.handle.prompt_end,
+            rounds=self.rounds,
+            round_tokens=self.round_tokens,
             missed=policy.missed(self.sequence.states.get(policy)) if is_watched(policy) else None,
         )
 
@@ -255,6 +260,20 @@ class ActiveBatch:
         for sample in self._stepping:
             sample.issued = min(sample.issued + steps, sample.sampling.max_new_tokens)
 
+    def drafted(self, accepted: Int32[np.ndarray, "B"], rounds: Int[np.ndarray, "B"]) -> None:
+        """Rounds have run, in which so many tokens of each slot stay."""
+        self.left = np.maximum(self.left - accepted, 0)
+        self.steps = min(self.left[self._slots].tolist())
+        for slot, sample in zip(self._slots, self._stepping, strict=True):
+            sample.issued = min(sample.issued + int(accepted[slot]), sample.sampling.max_new_tokens)
+            sample.rounds += int(rounds[slot])
+            sample.round_tokens += int(accepted[slot])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, with those in flight."""
+        return max((sample.state.prompt_tokens + sample.issued for sample in self._stepping), default=0)
+
     def buffer(self, packed: Int32[np.ndarray, "B C"]) -> bool:
         """Keep a step's results for `settle`. Returns False, and keeps nothing, if its rows must be read one by one."""
         if not self._alike:
@@ -296,18 +315,31 @@ class PendingStep:
     """Tokens in flight to the host: the sample of each row, and the array that `kvjax.engine.step_output.pack` made.
 
     Of several steps in one launch, packed has an axis N first. active: that of their decode step; None: a first token,
-    from prefill. left: the number of the step that may bring a sample's last token, counted from 1.
+    from prefill. left: the number of the step that may bring a sample's last token, counted from 1. accepted: of a
+    round of drafting, how many tokens of each slot stay; then packed has an axis of the round's tokens first, and -1
+    for a token that does not stay.
     """
 
     samples: Sequence[Sample | None]
     packed: Int32[Array, "*N B C"]
     active: ActiveBatch | None = None
     left: int = 1
+    accepted: Int32[np.ndarray, "B"] | None = None
 
     @property
     def steps(self) -> int:
         """How many steps it is."""
         return 1 if self.packed.ndim == 2 else self.packed.shape[0]
+
+    @property
+    def policy(self) -> DecodePolicy:
+        """That of its samples."""
+        return next(sample.state.policy for sample in self.samples if sample is not None)
+
+    @property
+    def tokens(self) -> float:
+        """New tokens of a sample, the mean."""
+        return float(self.steps if self.accepted is None else self.accepted[self.accepted > 0].mean())
 
     def wait(self) -> Int32[np.ndarray, "*N B C"]:
         """Wait for the tokens."""
@@ -325,6 +357,7 @@ class Batch:
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
         self._active = ActiveBatch(self.samples)
+        self._drafted = 1  # tokens of a round
         self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
 
     def __len__(self) -> int:
@@ -347,10 +380,11 @@ class Batch:
         self._active.close()
         self.samples[self.samples.index(sample)] = self._rows = self._ends = None
 
-    def group(self, steps: int = 1) -> DecodeGroup | None:
+    def group(self, steps: int = 1, rounds: Launch | None = None, longest: int = 0) -> DecodeGroup | None:
         """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some
         sample has as many tokens left. A stop string ends a sample when the host has read the launch; what the device
-        has made behind it is dropped."""
+        has made behind it is dropped. rounds: of drafting, in place of steps, if no sequence then has more
+        tokens than `longest`; its `ends` are found here."""
         if not self._active.steps:
             self._active.close()
             self._active = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
@@ -361,20 +395,32 @@ class Batch:
             self._rows = jax.device_put(rows)
             self._counts = self._counts if rows.penalises else None
         given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
-        return DecodeGroup(*given, launch=self._launch(steps), reach=self._active.reach)
+        launch = self._launch(steps)
+        if rounds is not None and self._active.longest + rounds.written <= longest:
+            launch, self._drafted = dataclasses.replace(rounds, ends=self._device_ends()), rounds.draft.tokens
+        return DecodeGroup(*given, launch=launch, reach=self._active.reach)
 
     def _launch(self, steps: int) -> Launch | None:
         active = self._active
         if steps == 1 or active.left.max() < steps:
             return None
+        return Launch(steps, self._device_ends(), steps if active.steps >= steps else np.minimum(active.left, steps))
+
+    def _device_ends(self) -> Ends:
+        """Where samples end, for the device."""
         if self._ends is None:
             stop_ids = _padded([() if sample is None else sample.stop_ids for sample in self.samples])
-            self._ends = jax.device_put(Ends(active.left.astype(np.int32), stop_ids))
-        return Launch(steps, self._ends, steps if active.steps >= steps else np.minimum(active.left, steps))
+            self._ends = jax.device_put(Ends(self._active.left.astype(np.int32), stop_ids))
+        return self._ends
 
     def launched(self, decoded: Decoded) -> PendingStep:
-        """The step of `group` was launched, or its steps."""
+        """The step of `group` was launched, or its steps or its round."""
         self._tokens, self._counts, self._ends = decoded.sampled.tokens, decoded.sampled.counts, decoded.ends
+        if decoded.sampled.accepted is not None:
+            accepted, packed = np.asarray(decoded.sampled.accepted), np.asarray(decoded.packed)
+            rounds = (packed[:: self._drafted, :, TOKENS] >= 0).sum(axis=0)
+            self._active.drafted(accepted, rounds)
+            return PendingStep(self._active.samples, decoded.packed, self._active, 0, accepted)
         left = self._active.steps
         step = PendingStep(self._active.samples, decoded.packed, self._active, left)
         self._active.launched(step.steps)
@@ -430,7 +476,7 @@ def _read_step(
             return pending.active.latest() if listening else taken, ended
         pending.active.settle()
     for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(pending.samples, *listed(packed), strict=True)):
-        if sample is None or sample.finish_reason is not None:
+        if sample is None or sample.finish_reason is not None or token < 0:
             continue
         if not is_finite:
             sample.fail()

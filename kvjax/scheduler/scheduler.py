@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -42,6 +42,10 @@ from kvjax.scheduler.prefill_budget import PrefillBudget
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.text.detokenizer import CONTEXT, TextStream
 from kvjax.text.tokenization import encode
+
+if TYPE_CHECKING:
+    from kvjax.engine.steps import Draft
+    from kvjax.scheduler.drafting import Drafting
 
 DEFAULT_SLOTS = 8
 AHEAD, LONG_REST = 4, 32_768
@@ -68,7 +72,9 @@ class Scheduler:
     empty, for callers that read token ids only; requests with stop strings have theirs all the same. steps_per_launch:
     how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
-    (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. While a
+    (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. draft: a
+    policy that drafts tokens for the requests' own policies to verify, in rounds of one launch, where that is faster by
+    the clock; the answer has the same bits (docs/drafts.md). While a
     request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has
@@ -88,6 +94,7 @@ class Scheduler:
         on_short: Callable[[CachedSequence | None], bool] | None = None,
         texts: bool = True,
         steps_per_launch: StepsPerLaunch = "auto",
+        draft: str | DecodePolicy | None = None,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
@@ -108,6 +115,8 @@ class Scheduler:
         led, several = engine.guard.together is not None, several_processes(engine.mesh)
         self._by_clock = not (led or several)
         self._launches = LaunchSize(steps_per_launch, single=engine.on_cpu or (several and not led))
+        self._draft = None if draft is None else _draft_of(engine, draft)
+        self._drafting: dict[DecodePolicy, Drafting] = {}
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
@@ -200,7 +209,7 @@ class Scheduler:
                 try:
                     self._admit()
                     if self._prefilling is not None:
-                        self._launches.interrupted()
+                        self._interrupted()
                     if self._gap is not None or self._prefilling is None:
                         self._slices = self._launch()
                 finally:  # a later step would give tokens to samples that ended in this one
@@ -449,7 +458,8 @@ class Scheduler:
         slices were launched."""
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
         steps = self._launches.steps if self._together is None else self._together.first(self._launches.steps)
-        groups = self._groups(1 if self._single_step or starting else steps)
+        alone = self._single_step or bool(starting)
+        groups = self._groups(1 if alone else steps, drafts=not alone)
         first = self._by_clock and any(each.active is None for each in self._pending)
         if first and any(self.engine.holds_up(group) for _, group in groups):
             self._read()  # a first token does not wait for the compiler
@@ -470,17 +480,43 @@ class Scheduler:
         self._read()
         self._pending, self._slices_before = pending, self._slices
         self._prefilled(result.chunks)
+        if any(step.accepted is not None for step in pending):
+            self._read()  # all of it is there, and says which samples go on
         return slices
 
-    def _groups(self, steps: int) -> list[tuple[Batch, DecodeGroup]]:
-        """The batches with samples that want more tokens, and so many steps of each. By "auto" it is one step until the
-        program of several is compiled, because one step needs no other program."""
-        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
+    def _groups(self, steps: int, *, drafts: bool = False) -> list[tuple[Batch, DecodeGroup]]:
+        """The batches with samples that want more tokens, and so many steps of each, or a round of drafting. By "auto"
+        it is one step until the program of several is compiled, because one step needs no other program."""
+        groups = []
+        for batch in self._batches.values():
+            group = self._rounds(batch) if drafts and self._draft is not None else None
+            if (group := group or batch.group(steps)) is not None:
+                groups.append((batch, group))
         if steps > 1 and self._launches.auto:
-            compiled = [self.engine.has_program(group) for _, group in groups if group.launch is not None]
+            of_steps = [group for _, group in groups if group.launch is not None and group.launch.draft is None]
+            compiled = [self.engine.has_program(group) for group in of_steps]
             compiled = all(compiled) if self._together is None else self._together.first(all(compiled))
-            return groups if compiled else self._groups(1)
+            return groups if compiled else self._groups(1, drafts=drafts)
         return groups
+
+    def _rounds(self, batch: Batch) -> DecodeGroup | None:
+        """The next rounds of a batch; None: it steps, because that is faster, or until their program is compiled."""
+        rounds = self._drafting_of(batch.policy).next()
+        group = None if rounds is None else batch.group(1, rounds, self.engine.config.max_positions)
+        return group if group is not None and group.launch is not None and self.engine.has_program(group) else None
+
+    def _drafting_of(self, policy: DecodePolicy) -> Drafting:
+        if policy not in self._drafting:
+            from kvjax.scheduler.drafting import Drafting
+
+            self._drafting[policy] = Drafting(self._draft, self.engine.page_size)
+        return self._drafting[policy]
+
+    def _interrupted(self) -> None:
+        """Something else than decode steps runs before the next one is read."""
+        self._launches.interrupted()
+        for drafting in self._drafting.values():
+            drafting.interrupted()
 
     def _run_plan(self, plan: StepPlan) -> StepResult | None:
         """Run a plan on the engine. Returns None if pages were missing: then nothing ran, and some pages were given
@@ -508,10 +544,14 @@ class Scheduler:
         steps, began = [step for step in pending if step.active is not None], time.perf_counter()
         for step in pending:
             step.wait()
-        if steps:
+        if not steps:
+            self._interrupted()
+        elif steps[-1].accepted is None:
             self._launches.read(steps[-1].steps, time.perf_counter() - began)
         else:
             self._launches.interrupted()
+        for step in steps if self._draft is not None else ():
+            self._drafting_of(step.policy).ended(step.tokens, drafted=step.accepted is not None)
         for step in pending:
             taken, ended = read(step, listening=self.on_token is not None)
             self._ended = self._ended or ended
@@ -579,8 +619,8 @@ class Scheduler:
         for sample in ended:
             if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
                 sequence, known = sample.sequence, sample.state.prompt_tokens + len(sample.ids) - 1
-                if self._launches.most > 1 and known < sequence.length:
-                    sequence.length = known  # it has ended on the device, in the middle of a launch
+                if (self._launches.most > 1 or self._draft is not None) and known < sequence.length:
+                    sequence.length = known  # it has ended in the middle of a launch
                 sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)
         for state in dict.fromkeys(sample.state for sample in ended):
@@ -653,3 +693,10 @@ class Scheduler:
         state.handle.completion = Completion(finish_reason=reason, prompt_tokens=state.prompt_tokens, error=error)
         if error is not None:
             self._finished.append(state.handle)
+
+
+def _draft_of(engine: Engine, policy: str | DecodePolicy) -> Draft:
+    """See `kvjax.scheduler.drafting.draft_of`."""
+    from kvjax.scheduler.drafting import draft_of
+
+    return draft_of(engine, policy)

@@ -85,7 +85,7 @@ _forced = jax.make_user_context(None)
 """The implementation that `forced` names. JAX keeps programs of different values apart."""
 
 _chosen: dict[tuple[str, str], str] = {}
-_listening: list[dict[str, str]] = []
+_listening: list[Callable[[str, str], None]] = []
 
 
 def available(op: str, backend: str | None = None) -> tuple[str, ...]:
@@ -233,8 +233,8 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
     if implementation is not None and (reason := _capped(implementation, operands)):
         raise NotImplementedError(f"{op}: {implementation!r} {reason}; there are {', '.join(names)}, or None to pick")
     name, passed_by = (implementation, []) if implementation else _pick(op, candidates(op), signature, operands)
-    for heard in _listening:
-        heard[op] = name
+    for hear in _listening:
+        hear(op, name)
     if _chosen.get((op, signature)) != name:
         _chosen[op, signature] = name
         reasons = "".join(f"; not {other}: {reason}" for other, reason in passed_by)
@@ -305,11 +305,25 @@ def listening() -> Iterator[dict[str, str]]:
     """Yields a dict of what is chosen inside the block, op -> implementation (the last one, where an op is called
     several times). A choice is made when an op is called or traced, not when a compiled function runs."""
     heard: dict[str, str] = {}
-    _listening.append(heard)
-    try:
+    with _heard_by(heard.__setitem__):
         yield heard
+
+
+@contextlib.contextmanager
+def listening_to_all() -> Iterator[set[tuple[str, str]]]:
+    """As `listening`, with every pair of an op and an implementation that is chosen."""
+    heard: set[tuple[str, str]] = set()
+    with _heard_by(lambda *pair: heard.add(pair)):
+        yield heard
+
+
+@contextlib.contextmanager
+def _heard_by(hear: Callable[[str, str], None]) -> Iterator[None]:
+    _listening.append(hear)
+    try:
+        yield
     finally:
-        _listening[:] = [other for other in _listening if other is not heard]  # by identity: another block's dict may be equal
+        _listening[:] = [other for other in _listening if other is not hear]
 
 
 def signature(**arrays: jax.Array | None) -> str:

@@ -59,6 +59,7 @@ def run_batch(
     defaults: Defaults = Defaults(),  # noqa: B008
     on_token: OnToken | None = None,
     steps_per_launch: StepsPerLaunch = "auto",
+    draft: str | DecodePolicy | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it
     completes.
@@ -66,10 +67,11 @@ def run_batch(
     engine: one, or several replicas (`kvjax.replicas`), which share the records. policy: the decode policy; None is the
     engine's. slots: sequences that an engine decodes together; None is 8, or fewer if its largest batch bucket is
     smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write.
-    A record that cannot be answered gives an object with `error`. steps_per_launch: as in `kvjax.Scheduler`.
+    A record that cannot be answered gives an object with `error`. steps_per_launch, draft: as in
+    `kvjax.Scheduler`.
     """
     engines = engines_of(engine, "run_batch")
-    options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
+    options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch, "draft": draft}
     taken: list[int] = []
     results = answer_records(list(read(records, defaults, taken=taken)), engines, on_token=on_token, **options)
     return (named(result.output, result.line, taken) for result in results)
@@ -87,6 +89,7 @@ def run_file(
     console: Console | None = None,
     stores: bool = False,
     steps_per_launch: StepsPerLaunch = "auto",
+    draft: str | DecodePolicy | None = None,
     continue_anyway: bool = False,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing
@@ -99,11 +102,12 @@ def run_file(
     complete at the end; ValueError if it exists by then, unless overwrite. Lines that are equal, with one id, have one
     answer; ValueError before anything runs if lines with one id differ. engine: one, or several replicas; their number
     may change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and
-    where those of the pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.
+    where those of the pool lie, too. steps_per_launch, draft: as in `kvjax.Scheduler`; they may change
+    between runs.
     """
     engines = engines_of(engine, "run_file")
     job = FileJob(Path(source), Path(out), defaults, overwrite=overwrite, anyway=continue_anyway)
-    options = {"slots": slots, "steps_per_launch": steps_per_launch, "console": console, "stores": stores}
+    options = {"slots": slots, "steps_per_launch": steps_per_launch, "draft": draft, "console": console, "stores": stores}
     return run_records(job, list(job.records()), engines, policy=policy, **options)
 
 
@@ -117,13 +121,14 @@ def run_records(
     console: Console | None = None,
     stores: bool = False,
     steps_per_launch: StepsPerLaunch = "auto",
+    draft: str | DecodePolicy | None = None,
     setup: Setup | None = None,
 ) -> Summary:
     """`run_file` for a job whose records were read. setup: what made the engines, for what messages call it."""
 
     def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
         missing = [record for record in records if record.line not in earlier]
-        options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
+        options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch, "draft": draft}
         return answer_records(missing, engines, on_prompt=progress.prompt, on_token=progress.token, on_prefill=progress.prefill, **options)
 
     job.work = {record.line: work_of(record, positions_of(engines[0])) for record in records}  # now that the model is known

@@ -208,7 +208,8 @@ class Replica:
         return ray.get(self._attempts.begin.remote((kind, line)))
 
     def _answer(self, records: list[Record]) -> Iterator[Result]:
-        return answer_records(records, [self._engine], slots=self._setup.slots, steps_per_launch=self._setup.steps_per_launch)
+        setup = self._setup
+        return answer_records(records, [self._engine], slots=setup.slots, steps_per_launch=setup.steps_per_launch, draft=setup.draft)
 
 
 def _answers(left: Mapping[int, int], setup: Setup, place: Place, replicas: int, resources: Mapping[str, float]) -> Iterator[Result]:

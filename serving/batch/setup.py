@@ -34,8 +34,8 @@ class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
     model: folder, hub id or "needle". dtype, weights, lora, max_positions: as in `kvjax.load`. slots: sequences decoded
-    together. steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether
-    they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own
+    together. steps_per_launch, draft: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and
+    whether they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own
     (`kvjax.replicas`). others: more decode policies that the engine can run. The rest: as in `Engine`. pages,
     device_bytes: if both are None, `fitted` says how many pages the pool has. left_out: options of the command line
     that were not typed and have a value by default.
@@ -48,6 +48,7 @@ class Setup:
     prefill: str | None = None
     slots: int = 8
     steps_per_launch: StepsPerLaunch = "auto"
+    draft: str | None = None
     pages: int | None = None
     page_size: int = 128
     prefill_chunk: int = PREFILL_CHUNK
@@ -61,6 +62,15 @@ class Setup:
     cache_format: str | None = None
     left_out: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.draft is not None and self.tensor * self.context > 1:
+            raise ValueError(f"draft {self.draft} is for one device, got tensor {self.tensor}, context {self.context}: leave draft out")
+
+    @property
+    def more_policies(self) -> tuple[str, ...]:
+        """The policies of the engine beside its own."""
+        return self.others if self.draft is None else (*self.others, self.draft)
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine, or of the first of several; None for one engine on one device."""
@@ -97,7 +107,7 @@ class Setup:
         """The memory plan of the engine beside the loaded weights."""
         engine_sizes(self.page_size, self.prefill_chunk, (self.slots,))
         split = {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "mesh": self.mesh(), "cache_format": self.cache_format}
-        declared = PolicySet(model, self.policy, self.others, self.prefill, **split)
+        declared = PolicySet(model, self.policy, self.more_policies, self.prefill, **split)
         return planned(declared, self.slots, weights_bytes=0, **plan_sizes(split["mesh"]))
 
     def sized(self, model: Model, records: Iterable[Record]) -> Setup:
@@ -124,7 +134,7 @@ class Setup:
 
     def engines(self, model: Model) -> list[Engine]:
         """New engines for the loaded model."""
-        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "prefill": self.prefill, "policies": self.others}
+        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "prefill": self.prefill, "policies": self.more_policies}
         sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk}
         sizes |= {"batch_buckets": (self.slots,), "cache_format": self.cache_format, **self.stores}
         if self.data == 1:

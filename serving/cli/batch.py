@@ -9,6 +9,7 @@ import typer
 
 from kvjax.serving.cli.options import (
     OUTPUT,
+    DraftOption,
     EngineOptions,
     StepsPerLaunchOption,
     in_first,
@@ -53,6 +54,7 @@ def batch_command(
     ] = None,
     seed: Annotated[int, option("For records without a seed: this and the record's id make one.", **whole(-(2**63), 2**63 - 1))] = 0,
     steps_per_launch: StepsPerLaunchOption = "auto",
+    draft: DraftOption = None,
     overwrite: Annotated[bool, option("Replace OUT.jsonl if it exists.", "--overwrite", panel=OUTPUT)] = False,
     continue_anyway: Annotated[
         bool,
@@ -105,7 +107,8 @@ def batch_command(
         needs_extras("kvjax batch --ray", "ray")
     if engine.coordinator is None:  # else the first process does so
         check_paths(source, out, overwrite)
-    setup = engine.setup(steps_per_launch=steps_per_launch, left_out=not_typed(ctx, *WITH_DEFAULT))
+    with named_as_options():
+        setup = engine.setup(steps_per_launch=steps_per_launch, draft=draft, left_out=not_typed(ctx, *WITH_DEFAULT))
     cluster = {"replicas": replicas, "gpus_per_replica": gpus_per_replica, "cpus_per_replica": cpus_per_replica}
     given = {name: value for name, value in cluster.items() if value is not None}
     _check_together(engine, given, ray=ray, progress=progress)
@@ -174,7 +177,7 @@ def _run_here(
     if first:
         typer.echo(setup.describe(engines[0]), err=True)
     try:
-        sizes = {"slots": setup.slots, "steps_per_launch": setup.steps_per_launch}
+        sizes = {"slots": setup.slots, "steps_per_launch": setup.steps_per_launch, "draft": setup.draft}
         return in_first(job, engines[0], lambda: run_records(files, records, engines, setup=setup, **sizes, **options))
     finally:
         for engine in engines:

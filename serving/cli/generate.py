@@ -12,6 +12,7 @@ import typer
 from kvjax.serving.cli.options import (
     ALONE,
     OUTPUT,
+    DraftOption,
     EngineOptions,
     in_first,
     named_as_options,
@@ -40,6 +41,7 @@ def generate_command(
     top_p: Annotated[float, option("Draw from the most likely tokens with this probability together.", **number(least=0, most=1))] = 1.0,
     seed: Annotated[int, option("Seed of random draws, 64 bits.", **whole(-(2**63), 2**63 - 1))] = 0,
     stop: Annotated[list[str] | None, option("Text that ends the answer; may be given several times.")] = None,
+    draft: DraftOption = None,
     stats: Annotated[
         bool, option("Print token counts, rates, and blocks and keys read per step to stderr.", "--stats", panel=OUTPUT)
     ] = False,
@@ -50,7 +52,8 @@ def generate_command(
     with engine.joined() as job:
         first = job is None or job.number == 0
         text = _prompt_text(prompt, file) if first else ""
-        setup = engine.setup(slots=1)
+        with named_as_options():
+            setup = engine.setup(slots=1, draft=draft)
 
         from kvjax.engine.sampling import Sampling
         from kvjax.text.messages import chat_ids
@@ -71,7 +74,7 @@ def generate_command(
         if stats:  # otherwise the rates would include compilation
             runs.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
         try:
-            in_first(job, runs, lambda: _stream(runs, ids, sampling, stats))
+            in_first(job, runs, lambda: _stream(runs, ids, sampling, stats, draft))
         finally:
             runs.close()
 
@@ -115,7 +118,7 @@ def score_command(
     typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
-def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
+def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool, draft: str | None) -> None:
     """Generate from one prompt of token ids, and print text as it comes. Until then a terminal shows a bar, because
     long prompts take minutes."""
     import time
@@ -139,7 +142,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
 
     with progress:
         on_prefill = (lambda tokens: progress.advance(task, tokens)) if console.is_terminal else None
-        ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show, on_prefill=on_prefill)
+        ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show, on_prefill=on_prefill, draft=draft)
     if completion.error is not None:
         raise completion.error
     typer.echo()
@@ -149,6 +152,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
             f"{completion.prompt_tokens:,} prompt tokens in {times[0] - started:.1f} s",
             f"{len(times):,} generated ({completion.finish_reason}) at {rate:.1f} tokens/s",
             f"{completion.blocks_per_step:,.1f} blocks and {completion.keys_per_step:,.0f} keys read per step",
+            *([f"{completion.round_tokens:,} tokens in {completion.rounds:,} rounds of drafts"] if completion.rounds else []),
             *([] if engine.last_choice is None else [f"{engine.policy} chose {engine.last_choice}"]),
         )
         typer.echo("\n".join(lines), err=True)

@@ -265,6 +265,14 @@ StepsPerLaunchOption = Annotated[
         **whole(most=16, auto=True),
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    option(
+        "A policy that drafts tokens for --policy to verify, as top:32, where that is faster by the clock. Answers do not depend on it. "
+        "It pays for one long sequence at a time (--max-batch 1). [default: no drafts]",
+        panel=POLICY,
+    ),
+]
 TensorOption = Annotated[int, option("Devices over which heads, MLPs and the vocabulary are split.", panel=DEVICES, **whole(most=2**12))]
 ContextOption = Annotated[
     int, option("Devices over which the pages of each sequence are dealt out, a power of two.", panel=DEVICES, **whole(most=2**12))

@@ -116,6 +116,20 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
     return _attend(dataclasses.replace(call, config=config), *arrays, interpret=interpret)
 
 
+def queries_alike(q, pages, lengths):
+    """How many of the first queries of each row have the bits that they have in calls of their own, `[B]`; q `[B, T, H,
+    D]`. It is for dense calls without a window. lengths: with all queries.
+
+    A query's own call may cut its keys into other spans: those change from `splits` tiles to the next."""
+    num_queries, group = q.shape[1], q.shape[2] // pages.kv_heads
+    if not multiplies_by_wgmma(pages) or queries_per_tile(num_queries, group) < num_queries:
+        return jnp.ones_like(lengths)
+    call = Call(pages.page_size, None, 1.0, False, Config(multiprocessors=dispatch.multiprocessors()))
+    s = _shape(call, q, pages, None)
+    per = tiles.tiles_of_span(s, lengths[:, None] - jnp.arange(num_queries - 1, -1, -1))
+    return jnp.sum(per == per[:, :1], axis=1, dtype=jnp.int32)
+
+
 def span_splits(config: Config, batch: int, num_kv_heads: int) -> int:
     """CTAs among which the keys of each (row, KV head) are split: as named, or so many that all together give each
     multiprocessor one."""
@@ -234,7 +248,7 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, framed: bool, array_cod
             for p, lse in enumerate(lse_of_pieces):
                 _store_rows(s, lse, scratch["rows_s"], block_lse_ref[0].at[row, head, block + p])
 
-        first, count = tiles.span(s, split, tiles.number_of_tiles(s, length))
+        first, count = tiles.span(s, split, length)
 
         def page_of(entry, start):
             if framed:

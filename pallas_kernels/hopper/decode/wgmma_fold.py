@@ -128,12 +128,19 @@ def padded_queries(s: Shape, q):
     return jnp.pad(q, ((0, 0), (0, 0), (0, s.rows - q.shape[2]), (0, 0)))
 
 
-def span(s: Shape, worker, tiles):
-    """First tile of a warpgroup and the number of its tiles: `tiles` in equal parts, the last ones shorter or empty."""
-    workers = s.splits * s.warpgroups
-    per = lax.div(tiles + (workers - 1), jnp.int32(workers))
+def span(s: Shape, worker, length):
+    """First tile of a warpgroup and the number of its tiles: all tiles in equal parts, the last ones shorter or empty.
+    Of a dense call, the parts are those of its first query alone; the last part takes what later queries add."""
+    tiles, workers = number_of_tiles(s, length), s.splits * s.warpgroups
+    per = tiles_of_span(s, length - (s.num_queries - 1))
     first = jnp.minimum(worker * per, tiles)
-    return first, jnp.minimum(tiles - first, per)
+    return first, jnp.where(worker == workers - 1, tiles - first, jnp.minimum(tiles - first, per))
+
+
+def tiles_of_span(s: Shape, length):
+    """Tiles of each part, but for the last ones, of a row of so many tokens."""
+    workers = s.splits * s.warpgroups
+    return lax.div(number_of_tiles(s, jnp.maximum(length, 0)) + (workers - 1), jnp.int32(workers))
 
 
 def number_of_tiles(s: Shape, length):

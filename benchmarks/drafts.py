@@ -1,0 +1,147 @@
+"""Drafting by the clock: a request through `kvjax.run` with rounds that draft, and without, with random weights.
+
+Random weights say nothing of how many drafts are right. So `--acceptance` replays a share that was measured elsewhere:
+each draft is right by a throw of dice, and everything else runs as it does for a user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+from benchmarks.hollow import FakeEngine, random_model
+from benchmarks.run import BenchFormatOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, run
+from kvjax.engine import draft_rounds
+from kvjax.engine.sampling import Sampling, accept
+from kvjax.generation import run as run_requests
+from kvjax.model.config import ModelConfig
+from kvjax.scheduler.drafting import TOKENS
+from kvjax.scheduler.request import Request
+from kvjax.serving.bench.decode import pages_of
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import JsonOption, whole
+
+SKIPPED = 128
+"""Tokens of an answer that are not timed: programs are compiled, and the scheduler settles."""
+
+
+@contextlib.contextmanager
+def replayed(acceptance: float) -> Iterator[None]:
+    """Rounds that are compiled inside keep each draft with this probability."""
+
+    def thrown(logits, rows, lengths, drafted, active, counts):
+        found = accept(logits, rows, lengths, drafted, active, counts)
+        keys = jax.vmap(lambda length: jax.random.fold_in(jax.random.key(0), length))(lengths)
+        right = jax.vmap(lambda key: jax.random.uniform(key, drafted.shape[1:]))(keys)[:, 1:] < acceptance
+        return found.replace(accepted=jnp.where(active, 1 + jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(axis=1), 0))
+
+    draft_rounds.accept = thrown
+    try:
+        yield
+    finally:
+        draft_rounds.accept = accept
+
+
+def draft_rows(
+    shape: str,
+    config: ModelConfig,
+    *,
+    lengths: tuple[int, ...],
+    policy: str,
+    draft: str,
+    acceptance: float,
+    weights: str | None,
+    cache_format: str | None,
+    slots: int,
+    answer: int,
+    rounds: int,
+    say: Callable[[str], None] = lambda what: None,
+) -> Iterator[dict[str, Any]]:
+    """For each length a row with seconds of a token without drafts and with them, medians of `rounds` answers, which
+    take turns; and the tokens of a round, as they came out. Prompts are not computed."""
+    say("weights")
+    model = random_model(config, weights)
+    for length in lengths:
+        pages = slots * (pages_of(length) + 2) + 2
+        engine = FakeEngine(model, policy, policies=(draft,), pages=pages, batch_buckets=(slots,), cache_format=cache_format)
+        engine.fill_pages()
+        seconds: dict[str | None, list[float]] = {None: [], draft: []}
+        counted = []
+        with replayed(acceptance):
+            for number in range(rounds + 1):
+                for each in seconds:
+                    say(f"{length:,} tokens, {f'round {number} of {rounds}' if number else 'warm-up'}: {each or 'no drafts'}")
+                    one, completions = _seconds_per_token(engine, length - answer, answer, slots, each)
+                    if number:
+                        seconds[each].append(one)
+                        counted += [(done.round_tokens, done.rounds) for done in completions if done.rounds]
+        plain, drafted = (statistics.median(found) for found in seconds.values())
+        yield {
+            "op": "draft-rounds",
+            "shape": shape,
+            "layers": config.num_layers,
+            "weights": weights,
+            "cache_format": cache_format,
+            "policy": policy,
+            "draft": draft,
+            "tokens": length,
+            "slots": slots,
+            "answer": answer,
+            "acceptance": acceptance,
+            "round": TOKENS,
+            "tokens_per_round": sum(tokens for tokens, _ in counted) / max(1, sum(count for _, count in counted)),
+            "plain_s": plain,
+            "drafted_s": drafted,
+            "times": plain / drafted,
+            "range_plain_s": [min(seconds[None]), max(seconds[None])],
+            "range_drafted_s": [min(seconds[draft]), max(seconds[draft])],
+        }
+        del engine
+
+
+def _seconds_per_token(engine: FakeEngine, prompt: int, answer: int, slots: int, draft: str | None) -> tuple[float, list[Any]]:
+    """Seconds of a token of each request, behind the first `SKIPPED`, and the completions."""
+    times: list[float] = []
+    sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
+    requests = [Request([number + 1] * prompt, sampling) for number in range(slots)]
+    done = []
+    for _, completion in run_requests(engine, requests, slots=slots, draft=draft, on_token=lambda *_: times.append(time.perf_counter())):
+        if completion.error is not None:
+            raise completion.error
+        done.append(completion)
+    skipped = SKIPPED * slots
+    return (times[-1] - times[skipped]) * slots / (len(times) - 1 - skipped), done
+
+
+def drafts_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens of sequences at their end, separated by commas.")] = "131072",
+    policy: Annotated[str, typer.Option(help="Policy of the answer.")] = "dense",
+    draft: Annotated[str, typer.Option(help="Policy that drafts.")] = "top:32",
+    acceptance: Annotated[float, typer.Option(help="Share of drafts that are right.", min=0.0, max=1.0)] = 0.97,
+    weights: PackedOption = "none",
+    cache_format: BenchFormatOption = None,
+    slots: Annotated[int, typer.Option(help="Sequences that are decoded together.", **whole())] = 1,
+    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(SKIPPED + 2))] = 512,
+    rounds: Annotated[int, typer.Option(help="Timed answers of each kind.", **whole())] = 3,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the tokens of requests through kvjax.run, with rounds that draft and without."""
+    sizes = {"lengths": tuple(int(each) for each in lengths.split(",")), "policy": policy, "draft": draft, "acceptance": acceptance}
+    sizes |= {"weights": None if weights == "none" else weights, "cache_format": cache_format}
+    sizes |= {"slots": slots, "answer": answer, "rounds": rounds}
+    config = config_of_shape(shape, layers, dtype)
+    run(json_out, "draft-rounds", lambda say: draft_rows(shape, config, **sizes, say=say))
+
+
+if __name__ == "__main__":
+    main(drafts_command)
