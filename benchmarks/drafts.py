@@ -1,7 +1,7 @@
-"""Drafting by the clock: a request through `kvjax.run` with rounds that draft, and without, with random weights.
+"""Drafts: how many are right (`acceptance`), and what they gain by the clock (`rounds`).
 
-Random weights say nothing of how many drafts are right. So `--acceptance` replays a share that was measured elsewhere:
-each draft is right by a throw of dice, and everything else runs as it does for a user.
+Random weights say nothing of how many drafts are right. So `rounds` replays a share that was measured elsewhere: each
+draft is right by a throw of dice, and everything else runs as it does for a user.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import typer
+from scipy import optimize
 
 from benchmarks.hollow import FakeEngine, random_model
 from benchmarks.run import BenchFormatOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, run
 from kvjax.engine import draft_rounds
+from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling, accept
+from kvjax.evaluation.needle import encode_text
+from kvjax.evaluation.retrieval import prompt_start
+from kvjax.evaluation.teacher_forcing import text_windows
 from kvjax.generation import run as run_requests
 from kvjax.model.config import ModelConfig
-from kvjax.scheduler.drafting import TOKENS
+from kvjax.model.protocols import Model
+from kvjax.scheduler.drafting import TOKENS, Drafting
 from kvjax.scheduler.request import Request
 from kvjax.serving.bench.decode import pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
-from kvjax.serving.cli.options import JsonOption, whole
+from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, load_model, read_texts, whole
 
 SKIPPED = 128
 """Tokens of an answer that are not timed: programs are compiled, and the scheduler settles."""
@@ -120,7 +126,7 @@ def _seconds_per_token(engine: FakeEngine, prompt: int, answer: int, slots: int,
     return (times[-1] - times[skipped]) * slots / (len(times) - 1 - skipped), done
 
 
-def drafts_command(
+def rounds_command(
     shape: ShapeOption = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of sequences at their end, separated by commas.")] = "131072",
     policy: Annotated[str, typer.Option(help="Policy of the answer.")] = "dense",
@@ -143,5 +149,72 @@ def drafts_command(
     run(json_out, "draft-rounds", lambda say: draft_rows(shape, config, **sizes, say=say))
 
 
+def acceptance_rows(
+    model: Model, text: str, *, lengths: Sequence[int], policies: Sequence[str], prompts: int, answer: int, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """For each length and drafting policy: how many drafts of greedy continuations of a text are right, and how many
+    tokens are dense's. Every launch is one of rounds."""
+    ids = encode_text(model.tokenizer, text)
+    sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
+    for length in lengths:
+        requests = [Request(each, sampling) for each in text_windows(ids, length - answer, prompts, prompt_start(model.tokenizer))]
+        engine = Engine(model, "dense", policies=tuple(policies), pages=pages_of(length) + 2, batch_buckets=(1,))
+        say(f"{length:,} tokens: dense")
+        dense = [done.token_ids for _, done in run_requests(engine, requests, slots=1)]
+        for policy in policies:
+            say(f"{length:,} tokens: {policy}")
+            with always_drafting():
+                found = [done for _, done in run_requests(engine, requests, slots=1, draft=policy)]
+            per_round = sum(done.round_tokens for done in found) / sum(done.rounds for done in found)
+            same = sum(one == other for done, ids in zip(found, dense, strict=True) for one, other in zip(done.token_ids, ids, strict=True))
+            yield {
+                "op": "draft-acceptance",
+                "model": model.name,
+                "tokens": length,
+                "draft": policy,
+                "prompts": prompts,
+                "answer": answer,
+                "round": TOKENS,
+                "tokens_per_round": per_round,
+                "acceptance": acceptance_of(per_round),
+                "equal": same,
+                "of": sum(map(len, dense)),
+            }
+
+
+def acceptance_of(tokens: float) -> float:
+    """The share of right drafts for which rounds have so many tokens on average, if each is right independently."""
+    if tokens >= TOKENS:
+        return 1.0
+    return float(optimize.brentq(lambda share: sum(share**place for place in range(TOKENS)) - tokens, 0.0, 1.0))
+
+
+@contextlib.contextmanager
+def always_drafting() -> Iterator[None]:
+    """Every launch that may be one of rounds is, whatever the clock says."""
+    by_clock, has_program = Drafting.next, Engine.has_program
+    Drafting.next, Engine.has_program = lambda self: self._launch, lambda self, group: True
+    try:
+        yield
+    finally:
+        Drafting.next, Engine.has_program = by_clock, has_program
+
+
+def acceptance_command(
+    model: ModelOption = "needle",
+    lengths: Annotated[str, typer.Option(help="Tokens of sequences at their end, separated by commas.")] = "2048,8192",
+    drafts: Annotated[str, typer.Option(help="Policies that draft, separated by commas.")] = "top:8,top:32,cascade:8",
+    text: TextOption = None,
+    prompts: Annotated[int, typer.Option(help="Disjoint pieces of the text.", **whole())] = 4,
+    answer: Annotated[int, typer.Option(help="Tokens of each continuation.", **whole(2))] = 129,
+    json_out: JsonOption = None,
+) -> None:
+    """Count the drafts that are right, and the tokens that are those of dense."""
+    source, _ = read_texts(text)
+    sizes = {"lengths": [int(each) for each in lengths.split(",")], "policies": drafts.split(","), "prompts": prompts, "answer": answer}
+    loaded = load_model(model, None, None)
+    run(json_out, "draft-acceptance", lambda say: acceptance_rows(loaded, source, **sizes, say=say))
+
+
 if __name__ == "__main__":
-    main(drafts_command)
+    main(rounds=rounds_command, acceptance=acceptance_command)

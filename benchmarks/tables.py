@@ -125,6 +125,13 @@ def draft_round_cells(row: Row) -> tuple[str, ...]:
     return shape_text(row), tokens_text(row["tokens"]), str(row["slots"]), *_packing(row), *policies, *counts, *times
 
 
+def acceptance_cells(row: Row) -> tuple[str, ...]:
+    """Cells with counts of drafts that are right."""
+    rounds = f"{row['tokens_per_round']:.1f} of {row['round']}", f"{row['acceptance']:.3f}"
+    job, same = f"{row['prompts']} of {row['answer']}", f"{row['equal']:,} of {row['of']:,}"
+    return row["model"], tokens_text(row["tokens"]), f"`{row['draft']}`", job, *rounds, same
+
+
 def _packing(row: Row) -> tuple[str, str]:
     return f"`{row.get('weights') or 'bfloat16'}`", f"`{row.get('cache_format') or 'bfloat16'}`"
 
@@ -297,6 +304,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
             "times",
         ),
         draft_round_cells,
+    ),
+    "draft-acceptance": (
+        ("model", "tokens", "draft", "continuations", "tokens of a round", "drafts right", "tokens as dense"),
+        acceptance_cells,
     ),
     "default-job": (("shape", "job", "weights", "pages", "policy", "first time s", "again s"), job_cells),
     "cold": (

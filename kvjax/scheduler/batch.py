@@ -339,7 +339,7 @@ class PendingStep:
     @property
     def tokens(self) -> float:
         """New tokens of a sample, the mean."""
-        return float(self.steps if self.accepted is None else self.accepted[self.accepted > 0].mean())
+        return self.steps if self.accepted is None else max(1.0, float(self.accepted.sum() / max(1, (self.accepted > 0).sum())))
 
     def wait(self) -> Int32[np.ndarray, "*N B C"]:
         """Wait for the tokens."""

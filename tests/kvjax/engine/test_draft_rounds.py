@@ -1,0 +1,317 @@
+"""Rounds of drafting give the answers, with their bits, that steps of one token give."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from launch_histories import answers, draw_history, engine_of, run_history
+from scheduling import asked
+from tiny_models import make_family, shallow
+
+from kvjax import Engine, Request, Sampling, Scheduler, generate, mesh
+from kvjax.cache import pages_of_step
+from kvjax.engine import draft_rounds
+from kvjax.engine.sampling import accept
+from kvjax.engine.steps import Draft
+from kvjax.scheduler import drafting
+from kvjax.scheduler.drafting import MAX_REST, PLAIN, REST, ROUNDS, Drafting
+from pallas_kernels.attention.gather_attention import mosaic_gpu
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.hopper.decode import wgmma_fold
+
+pytestmark = pytest.mark.bits
+KINDS = [
+    {},
+    {"temperature": 0.9, "n": 2},
+    {"repetition_penalty": 1.3, "temperature": 0.5},
+    {"top_logprobs": 3},
+    {"temperature": 1.0, "top_p": 0.8},
+]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Every launch that may be one of rounds is."""
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
+
+
+def told(completion):
+    """A completion without what rounds change: what was read, and how often."""
+    choices = tuple(map(told, completion.choices))
+    unread = {"blocks_per_step": 0.0, "keys_per_step": 0.0, "found_tokens": 0}
+    return dataclasses.replace(completion, rounds=0, round_tokens=0, choices=choices, **unread)
+
+
+def requests_of(policy, lengths=(20, 3, 31, 14)):
+    draw = np.random.default_rng(5)
+    prompts = [draw.integers(1, 90, count).tolist() for count in (18, 60, 25, 33)]
+    return [
+        Request(prompt, Sampling(most, stop_token_ids=(), logprobs=True, seed=number, **KINDS[number % len(KINDS)]), policy=policy)
+        for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+@pytest.mark.quick("llama-dense-quest:1-options0", "qwen3_5_text-dense-window:8+24-options3")
+@pytest.mark.parametrize(
+    ("family", "policy", "draft", "options"),
+    [
+        ("llama", "dense", "quest:1", {}),
+        ("llama", "heavy:1", "quest:1", {}),
+        ("gemma3_text", "dense", "quest:1", {}),
+        ("qwen3_5_text", "dense", "window:8+24", {}),
+        ("llama", "dense", "window:8+24", {"cache_format": "int8"}),
+        ("llama", "quest:2", "quest:1", {"page_size": 32, "prefill_chunk": 64}),
+    ],
+)
+def test_answers_do_not_depend_on_drafts(family, policy, draft, options, always):
+    engine = engine_of(make_family(family), (policy, draft), pages=60, **options)
+    requests = requests_of(policy)
+    expected = answers(engine, requests)
+    middle = expected[2].token_ids[len(expected[2].token_ids) // 2]
+    requests[2] = dataclasses.replace(requests[2], sampling=dataclasses.replace(requests[2].sampling, stop_token_ids=(middle, 96)))
+    expected = answers(engine, requests)
+    found = answers(engine, requests, draft=draft)
+    assert list(map(told, found)) == list(map(told, expected))
+    assert all(each.rounds > 0 for each in found)
+    assert not engine.sequences
+
+
+@pytest.mark.parametrize("draft", ["dense", "window:1+16"])
+def test_right_drafts_stay_and_wrong_ones_do_not(draft, always):
+    """Dense agrees with itself. A window of 16 keys, far behind, does not always."""
+    engine = engine_of(make_family("llama"), ("dense", draft) if draft != "dense" else ("dense",), batch_buckets=(1,))
+    (expected,), (found,) = (answers(engine, [asked(list(range(1, 90)), 41)], slots=1, draft=each) for each in (None, draft))
+    assert told(found) == told(expected)
+    assert found.rounds == 5 if draft == "dense" else found.rounds > 5
+    assert found.round_tokens >= 40
+    assert found.keys_per_step > expected.keys_per_step, "what drafts read counts, too"
+
+
+@pytest.mark.parametrize("bug", ["wrong drafts stay", "other noise", "pages are lost"])
+def test_bugs_are_noticed(bug, always, monkeypatch):
+    engine = engine_of(shallow(make_family("llama")), ("dense", "window:1+16"))
+    requests = [dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, temperature=1.0, n=1)) for each in requests_of(None)]
+    expected = answers(engine, requests)
+    jax.clear_caches()  # programs that were traced know the functions
+    if bug == "wrong drafts stay":
+        _all_stay(monkeypatch)
+    elif bug == "other noise":
+        real = draft_rounds.sample
+        monkeypatch.setattr(draft_rounds, "sample", lambda logits, rows, places, counts: real(logits, rows, places + 1, counts))
+    else:
+        real = draft_rounds._draft
+        monkeypatch.setattr(draft_rounds, "_draft", lambda *given: _grown(*real(*given)))
+    try:
+        found = answers(engine, requests, draft="window:1+16")
+    except (AssertionError, ValueError, IndexError):
+        found = None
+    jax.clear_caches()
+    assert found is None or list(map(told, found)) != list(map(told, expected))
+    for sequence in engine.sequences:
+        engine.free(sequence)
+
+
+def _all_stay(monkeypatch):
+    real = draft_rounds._verify_in_turn
+
+    def verify(static, inputs, drafted):
+        found, cache, *rest = real(static, inputs, drafted)
+        all_ = jnp.where(inputs.active, drafted.shape[1], 0)
+        return found.replace(accepted=all_), cache.replace(lengths=inputs.cache.lengths + all_), *rest
+
+    monkeypatch.setattr(draft_rounds, "_verify_in_turn", verify)
+
+
+def _grown(drafted, cache, reads):
+    return drafted, cache.replace(layers=jax.tree.map(jnp.zeros_like, cache.layers)), reads
+
+
+def test_a_step_of_all_drafts_keeps_what_accept_keeps(always, monkeypatch):
+    """The other way to verify has the same tokens; on a CPU its log-probabilities may round otherwise."""
+    engine = engine_of(make_family("llama"), ("dense", "quest:1"))
+    requests = [dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, n=1)) for each in requests_of(None)]
+    expected = answers(engine, requests)
+    jax.clear_caches()
+    monkeypatch.setattr(draft_rounds, "stands_alone", lambda *given: True)
+    monkeypatch.setattr(draft_rounds, "queries_alike", lambda q, pages, lengths: jnp.full_like(lengths, 5))
+    found = answers(engine, requests, draft="quest:1")
+    jax.clear_caches()
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    of_all = [np.concatenate([each.logprobs for each in completions]) for completions in (found, expected)]
+    np.testing.assert_allclose(*of_all, atol=1e-4)
+    assert max(each.round_tokens / each.rounds for each in found) <= 5, "no more than are alike"
+
+
+@pytest.mark.quick("policies, few pages-few")
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(400, 600), marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policies": ("dense", "window:1+16"), "reuse": "any"},
+        {"policies": ("dense", "window:16+48", "quest:1", "window:1+16"), "pages": 24},
+        {"policies": ("dense", "window:1+16"), "cache_format": "int8"},
+    ],
+    ids=["reuse", "policies, few pages", "int8"],
+)
+def test_histories_do_not_depend_on_drafts(speaker, options, seeds, monkeypatch):
+    """Stop strings, penalties, several samples, preemption, prompts that come while others run. Drafting goes on and
+    off at random."""
+    engines = [engine_of(speaker, **options) for _ in range(2)]
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
+    rounds = 0
+    for seed in seeds:
+        history, draw = draw_history(engines[0], seed), np.random.default_rng(seed)
+        expected, texts = run_history(engines[0], history, 1)
+        monkeypatch.setattr(Drafting, "next", lambda self, draw=draw: self._launch if draw.random() < 0.6 else None)
+        found, said = run_history(engines[1], history, 1, draft="window:1+16")
+        assert list(map(told, found)) == list(map(told, expected)), f"history {seed}"
+        assert said == texts
+        assert not engines[1].sequences
+        rounds += sum(each.rounds for each in found)
+    assert rounds > len(seeds)
+
+
+# What stands alone
+
+
+def test_queries_alike_have_the_spans_of_their_own_steps():
+    """By the spans that the kernel takes, tile by tile. Beyond the first `alike` queries they differ."""
+    pages = Pages(*[jnp.zeros((1, 4, 128, 128), jnp.bfloat16)] * 2)
+    config = mosaic_gpu.Config(splits=3)
+    wide, one = (jax.ShapeDtypeStruct((1, count, 28, 128), jnp.bfloat16) for count in (8, 1))
+
+    def spans(q, length, seen):
+        shape = mosaic_gpu._shape(mosaic_gpu.Call(128, None, 1.0, False, config), q, pages, None)
+        parts = [map(int, wgmma_fold.span(shape, split, jnp.int32(length))) for split in range(3)]
+        return [[tile for tile in range(first, first + count) if tile * shape.tile < seen] for first, count in parts]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic_gpu, "span_splits", lambda *given: 3)
+        differ = 0
+        for length in [*range(8, 30), *range(3 * 128 - 4, 3 * 128 + 12), *range(6 * 128 - 4, 6 * 128 + 12), 1000]:
+            alike = int(mosaic_gpu.queries_alike(wide, pages, jnp.array([length]))[0])
+            assert alike >= 1
+            for query in range(8):
+                own = length - 7 + query
+                same = spans(wide, length, own) == spans(one, own, own)
+                assert same or query >= alike
+                differ += not same
+        assert differ > 10
+    group = jax.ShapeDtypeStruct((2, 8, 64, 128), jnp.bfloat16)
+    assert mosaic_gpu.queries_alike(group, pages, jnp.array([500, 9])).tolist() == [1, 1], "128 rows are two tiles"
+
+
+def test_on_a_cpu_nothing_is_known_to_stand_alone(always, monkeypatch):
+    seen, real = [], draft_rounds.stands_alone
+    monkeypatch.setattr(draft_rounds, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
+    engine = engine_of(shallow(make_family("llama")), ("dense", "quest:1"), batch_buckets=(4,), pages=50)
+    answers(engine, requests_of("dense"), draft="quest:1")
+    assert set(seen) == {False}
+
+
+# When there are rounds
+
+
+def clocked(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(drafting.time, "perf_counter", lambda: now[0])
+
+    def run(turns, count, *, drafted, token_s, tokens):
+        for _ in range(count):
+            now[0] += token_s * tokens
+            turns.ended(tokens, drafted=drafted)
+
+    return run
+
+
+def test_rounds_that_take_longer_end_and_are_tried_again(monkeypatch):
+    run = clocked(monkeypatch)
+    turns = Drafting(Draft("window", 8), 128)
+    assert turns.next() is None
+    run(turns, PLAIN + 1, drafted=False, token_s=0.01, tokens=1)
+    assert turns.next().written == 32
+    run(turns, ROUNDS + 1, drafted=True, token_s=0.005, tokens=20)
+    assert turns.next() is not None, "they are faster"
+    run(turns, ROUNDS, drafted=True, token_s=0.02, tokens=20)
+    assert turns.next() is None
+    for rest in (REST, 2 * REST):
+        run(turns, rest - PLAIN, drafted=False, token_s=0.01, tokens=1)
+        assert turns.next() is None
+        run(turns, 2 * PLAIN + 1, drafted=False, token_s=0.01, tokens=1)
+        assert turns.next() is not None, "tried again"
+        run(turns, ROUNDS + 1, drafted=True, token_s=0.02, tokens=20)
+        assert turns.next() is None
+    assert turns._rest <= MAX_REST
+
+
+def test_time_in_which_a_prompt_runs_does_not_count(monkeypatch):
+    run = clocked(monkeypatch)
+    turns = Drafting(Draft("window", 8), 128)
+    run(turns, PLAIN, drafted=False, token_s=0.01, tokens=1)
+    turns.interrupted()
+    run(turns, 1, drafted=False, token_s=100.0, tokens=1)
+    assert turns._seconds == pytest.approx(0.01 * (PLAIN - 1))
+
+
+@pytest.mark.parametrize(("page_size", "rounds"), [(128, 4), (16, 2), (8, 1), (4, 1)])
+def test_a_launch_writes_to_as_many_pages_as_others(page_size, rounds):
+    launch = Drafting(Draft("window", 8), page_size)._launch
+    assert (launch.steps, launch.written) == (rounds, 8 * rounds)
+    assert launch.written <= 8 or 1 + -(-(launch.written - 1) // page_size) <= pages_of_step(page_size)
+
+
+def test_rounds_wait_for_no_compiler_and_a_failure_is_said(monkeypatch):
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    engine = engine_of(shallow(make_family("llama")), ("dense", "window:1+16"))
+    (found,) = answers(engine, [asked([1, 2, 3], 12)], draft="window:1+16")
+    for each in engine._compile_ahead.running.values():
+        each.result()
+    (again,) = answers(engine, [asked([1, 2, 3], 12)], draft="window:1+16")
+    assert told(again) == told(found)
+    assert again.rounds > 0
+    monkeypatch.setattr(draft_rounds, "_draft", lambda *given: 1 / 0)
+    broken = engine_of(shallow(make_family("llama")), ("dense", "window:1+20"))
+    with pytest.raises(ZeroDivisionError):
+        answers(broken, [asked([1, 2, 3], 12)], draft="window:1+20")
+
+
+def test_near_the_longest_sequence_steps_go_on(always):
+    model = shallow(make_family("llama"))
+    most = model.config.max_positions
+    engine = engine_of(model, ("dense", "window:1+16"), pages=most // 16 + 8)
+    request = asked(np.arange(most - 40).__mod__(90).tolist(), 41)
+    (expected,), (found,) = answers(engine, [request]), answers(engine, [request], draft="window:1+16")
+    assert told(found) == told(expected)
+    assert len(found.token_ids) == 41
+    assert 0 < found.round_tokens < 41
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "said"),
+    [
+        ("heavy:1", {}, "draft heavy:1 keeps a state"),
+        ("auto", {}, "chooses another policy"),
+        ("quest:7", {}, "needs the index"),
+        ("quest:1", {"mesh": True}, "is for one device, and this engine runs on 2"),
+    ],
+)
+def test_what_cannot_draft_is_refused(draft, options, said):
+    options = {"mesh": mesh(tensor=2)} if options else {}
+    engine = engine_of(shallow(make_family("llama")), ("dense", *(() if draft == "quest:7" else (draft,))), **options)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Scheduler(engine, draft=draft)
+
+
+def test_generate_makes_an_engine_that_drafts(speaker, always):
+    expected = generate(speaker, ["a tale", "of two"], policy="dense", max_new_tokens=20, details=True)
+    found = generate(speaker, ["a tale", "of two"], policy="dense", draft="quest:1", max_new_tokens=20, details=True)
+    assert list(map(told, found)) == list(map(told, expected))
+    assert all(each.rounds for each in found)
+
+
+def test_accept_is_what_verifies():
+    assert draft_rounds.accept is accept
