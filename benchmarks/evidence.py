@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.certificates import lists_rows
 from benchmarks.recall_tables import markdown, needles_table, recall_table
 from benchmarks.report import sources
-from kvjax.evaluation.report import controls, found_of, kinds_rows, not_counted, points, policy_and_keys, table_rows
+from kvjax.evaluation.report import controls, ended_early, found_of, kinds_rows, not_counted, points, policy_and_keys, table_rows
 
 
 def evidence(runs: Sequence[dict[str, Any]]) -> str:
@@ -65,12 +65,13 @@ def _model(settings: dict[str, Any]) -> str:
 def _run(figures: dict[str, Any]) -> str:
     settings = figures["settings"]
     columns, rows = table_rows(figures)
-    what = f"{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials"
+    trials = f"at most {settings['trials']}" if settings.get("sequential") else settings["trials"]
+    what = f"{settings['tasks'][0]} in {settings['haystacks'][0]}, {trials} trials"
     title = f"**{what}; {settings['steps']:,} forced steps{_model(settings)}**"
     parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
     parts += [markdown(columns, rows) for columns, rows in (kinds_rows(figures), lists_rows(figures)) if rows]
     silent = [line for line in controls(figures) if "no control" in line or "does not fail" in line]
-    said = "\n".join(f"* {line}" for line in (*silent, *not_counted(figures)))
+    said = "\n".join(f"* {line}" for line in (*silent, *not_counted(figures), *ended_early(figures)))
     return "\n\n".join(filter(None, (*parts, said, sources([figures]))))
 
 

@@ -338,6 +338,11 @@ class WorkProgress(_Job):
         """Set the total done: a unit is finished, however its parts were counted."""
         self._reached(done)
 
+    def drop(self, work: int) -> None:
+        """Take work off the total: it is not needed."""
+        self._total -= work
+        self._bar.update(self._task, total=self._total)
+
     def _reached(self, done: float) -> None:
         self._work = done
         self._show(self._what, lambda left: f"{self._work / self._total:.0%} done{left}: {self._what}", now=True)

@@ -121,7 +121,7 @@ class Evidence:
     @property
     def loss(self) -> float | None:
         """Upper end of the one-sided 97.5% Wilson interval of the share lost; None if dense itself fails."""
-        return None if self.valid is None else _wilson_high(self.lost, self.valid)
+        return None if self.valid is None else loss_bound(self.lost, self.valid)
 
     def meets(self, level: Fidelity) -> bool:
         """Whether the measured values meet the level. If dense itself fails the task, there is no loss, and only loss=1
@@ -139,7 +139,8 @@ class PrefillEvidence(Evidence):
 
 
 @functools.lru_cache(maxsize=4096)
-def _wilson_high(lost: int, valid: int) -> float:
+def loss_bound(lost: int, valid: int) -> float:
+    """Upper end of the one-sided 97.5% Wilson interval of the share lost."""
     from scipy.stats import binomtest
 
     return float(binomtest(lost, valid).proportion_ci(0.95, method="wilson").high)

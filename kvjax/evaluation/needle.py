@@ -129,11 +129,12 @@ class NeedleTask:
         haystack = [*self.prefix_ids, *insert(self.text_ids[start : start + fill], places, needles)]
         return Trial(haystack, question, self._ids(" " + values[0]), values[0], depth, number)
 
-    def trials(self, length: int, count: int, *, seed: int = 0) -> list[Trial]:
+    def trials(self, length: int, count: int, *, seed: int = 0, order: Sequence[int] | None = None) -> list[Trial]:
         """`count` trials of `length` tokens. Depths are evenly spread over [0, 1], templates take turns, the rest is
-        drawn from `seed`."""
+        drawn from `seed`. order: the depths come in this order of 0 to count - 1; None: they rise."""
         rng = np.random.default_rng((seed, length))
-        return [self.trial(length, rng, depth=(i + 0.5) / count, template=i % len(self.templates)) for i in range(count)]
+        places = range(count) if order is None else order
+        return [self.trial(length, rng, depth=(place + 0.5) / count, template=i % len(self.templates)) for i, place in enumerate(places)]
 
     def start_of_text(self, fill: int, length: int, rng: np.random.Generator, rest: str) -> int:
         """A random position at which `fill` tokens of the text begin. ValueError if `rest`, a description of the other

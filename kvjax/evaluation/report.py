@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from kvjax.evaluation.run import OVER, Plan
+from kvjax.evaluation.sequential import DENSE_SHARE, LOOKS, is_decided
 from kvjax.evaluation.statistics import (
     BLOCK_STEPS,
     block_means,
@@ -36,9 +37,6 @@ CONFIDENT_MARGIN = 1.0
 
 FEW_BLOCKS = 20
 """A bootstrap over fewer blocks of steps gives intervals that are too narrow. Then a remark says so."""
-
-DENSE_SHARE = 0.5
-"""Share of a cell's trials that dense must answer for the cell to count."""
 
 EQUAL_BUDGET = 0.1
 """Two policies have equal budgets if their numbers of keys differ by at most this share of the larger (quest:64 and
@@ -78,6 +76,12 @@ RULES = {
     "intervals": "KL and perplexity: 95% t interval over windows, one figure each, perplexities in pairs. "
     f"'..._within': 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps of these very windows, which says nothing about others.",
 }
+EARLY_END = (
+    f"Trials of a cell end at one of {LOOKS} looks where it is decided for every policy whether it meets each level of policy auto, or "
+    "where dense cannot. planned_trials: the most that it may have. Intervals and p are those of the trials that ran, as if no more "
+    "had been planned."
+)
+"""The rule of a sequential run."""
 
 
 def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -95,9 +99,9 @@ def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         for task in plan.tasks:
             for haystack in plan.haystacks:
                 some = [r for r in _of(records, "retrieval", length) if (r["task"], r["haystack"]) == (task, haystack)]
-                retrieval += _retrieval_rows(plan, some)
+                retrieval += _retrieval_rows(plan, some, _of(records, "forced", length))
     return {
-        "rules": RULES,
+        "rules": RULES | ({"early end": EARLY_END} if plan.sequential else {}),
         "policies": [{"policy": name, "describe": _policy(name).describe()} for name in names],
         "retrieval": retrieval,
         "forced": forced,
@@ -127,9 +131,10 @@ def _trials(records: Sequence[dict], names: Sequence[str]) -> tuple[dict[str, np
     return shares, bins, bool(np.mean(shares["dense"] == 1.0) >= DENSE_SHARE)
 
 
-def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
-    """One row per policy, for one (length, task, haystack)."""
-    _check_whole("trials", plan.trials, records)
+def _retrieval_rows(plan: Plan, records: Sequence[dict], forced: Sequence[dict]) -> list[dict[str, Any]]:
+    """One row per policy, for one (length, task, haystack). forced: records of the length's forced text."""
+    ended = plan.sequential and is_decided(plan.trials, plan.others, records, forced)
+    _check_whole("trials", records[-1]["rows"][1] if ended else plan.trials, records)
     shares, bins, counts = _trials(records, ("dense", *plan.others, ALONE))
     dense, cells = shares["dense"] == 1.0, [number for number in range(DEPTH_BINS) if (bins == number).any()]
     rows = []
@@ -142,6 +147,7 @@ def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]
             | {"hits": int(hits[bins == number].sum()), "trials": int((bins == number).sum())}
             for number in cells
         ]
+        row |= {"planned_trials": plan.trials} if plan.sequential else {}
         row |= {"invalid_trials": 0 if counts else hits.size, "hits": int(hits.sum()) * counts, "trials": hits.size * counts}
         if counts:
             row["exact_match"] = dataclasses.asdict(proportion(row["hits"], row["trials"]))
@@ -351,7 +357,7 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 def remarks(figures: dict[str, Any]) -> list[str]:
     """Remarks below the tables: which policies hold, whether the control fails, what dense cannot do, bootstraps over
     too few blocks, policies of equal budget, agreement on confident steps, and the time taken."""
-    lines = [*verdicts(figures), *controls(figures), *not_counted(figures)]
+    lines = [*verdicts(figures), *controls(figures), *not_counted(figures), *ended_early(figures)]
     for length, blocks in {row["length"]: row["blocks"] for row in figures["forced"] if "blocks" in row}.items():
         if blocks < FEW_BLOCKS:
             within = "`kl_within` and `perplexity_ratio_within`, bootstraps over them, are too narrow"
@@ -378,6 +384,18 @@ def remarks(figures: dict[str, Any]) -> list[str]:
 def not_counted(figures: dict[str, Any]) -> list[str]:
     """The trials that do not count, because dense does not answer them."""
     return [_cannot(row) for row in figures["retrieval"] if row["policy"] == "dense" and row["invalid_trials"]]
+
+
+def ended_early(figures: dict[str, Any]) -> list[str]:
+    """The cells of a sequential run whose trials ended before the last."""
+    lines = []
+    for row in (row for row in figures["retrieval"] if row["policy"] == "dense"):
+        _, trials = in_all(row)
+        if trials < (planned := row.get("planned_trials", trials)):
+            where = f"{row['task']} in {row['haystack']} at {row['length']:,} tokens"
+            why = "every policy is decided" if row["trials"] else "dense cannot"
+            lines.append(f"ended early: {where}, after {trials} of {planned} trials: {why}")
+    return lines
 
 
 def _cannot(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.memory import memory_plan
 from kvjax.evaluation.needle import encode_text, vocabulary_words
 from kvjax.evaluation.retrieval import ANSWER_ROOM, Answer, Arm, ask, check_positions, forked, prefilled, prompt_start, step_seconds
+from kvjax.evaluation.sequential import is_decided
 from kvjax.evaluation.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.evaluation.teacher_forcing import ALONE, exact_prefixes, few_rows, force, text_windows
 from kvjax.model.protocols import Model
@@ -64,7 +65,8 @@ class Plan:
     batch is used, so that the shapes differ. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over
     pages of each, by the name "POLICY @ FORMAT". weights: names of packed weights, as "int8"; every policy also runs
     with each, by the name "POLICY @ weights int8". All are compared with dense over pages that are not packed and with
-    the weights as they are.
+    the weights as they are. sequential: `trials` is the most; those of a length, task and haystack end when
+    `kvjax.evaluation.sequential` has decided about every policy. Their depths are spread over every first part of them.
     """
 
     policies: tuple[str | DecodePolicy, ...]
@@ -83,6 +85,7 @@ class Plan:
     prefill_chunk: int = PREFILL_CHUNK
     cache_formats: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
+    sequential: bool = False
 
     def __post_init__(self):
         names = tuple(policy if isinstance(policy, str) else name_of(policy) for policy in self.policies)
@@ -197,6 +200,17 @@ class EvaluationRun:
                         calls = (arms + -(-count // self._again)) * ANSWER_ROOM * answers_of(task)
                         found.append(Unit("retrieval", length, rows, task, haystack, engines * count * length + calls * call))
         return found
+
+    def is_needed(self, unit: Unit, records: Iterable[dict[str, Any]]) -> bool:
+        """Whether a unit is still to be measured after those before it, of which these are the records. In a sequential
+        run some are not."""
+        if unit.kind == "forced" or not self.plan.sequential:
+            return True
+        here = [record for record in records if record["length"] == unit.length]
+        forced = [record for record in here if record["kind"] == "forced"]
+        cell = [record for record in here if (record.get("task"), record.get("haystack")) == (unit.task, unit.haystack)]
+        before = sorted((record for record in cell if record["rows"] < list(unit.rows)), key=lambda record: record["rows"])
+        return not is_decided(self.plan.trials, self.plan.others, before, forced)
 
     def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
         """Run a unit and return its record. advance: called with the work just done, in tokens of prefill.
@@ -359,6 +373,7 @@ class EvaluationRun:
             seed=self.plan.seed,
             distractors=self.plan.distractors,
             prefix_ids=self._prefix,
+            shuffled=self.plan.sequential,
         )
 
     @functools.cached_property

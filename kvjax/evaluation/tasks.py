@@ -85,9 +85,12 @@ def make_trials(
     seed: int = 0,
     distractors: int = 16,
     prefix_ids: tuple[int, ...] = (),
+    shuffled: bool = False,
 ) -> list[Trial] | list[ManyTrial] | list[PassageTrial]:
     """`count` trials of `length` tokens, the last answer not counted. Depths are evenly spread over [0, 1], the rest is
     drawn from `seed`.
+
+    shuffled: whether depths come in an order of which every first part is spread over [0, 1]; otherwise they rise.
 
     text_ids: int[...], the running text. words: for keys and names. distractors: additional facts, in the haystacks
     `codes` and `near-miss`. ValueError for a task or haystack that is not in TASKS or HAYSTACKS, and as in
@@ -96,6 +99,7 @@ def make_trials(
     for kind, value, known in (("task", task, TASKS), ("haystack", haystack, HAYSTACKS)):
         if value not in known:
             raise ValueError(f"{kind} {value!r} is not known; there are {', '.join(known)}")
+    order = _spread(count) if shuffled else range(count)
     if haystack == "loop":
         text_ids = np.resize(encode_text(tokenizer, LOOP), length)
     source = NeedleTask(
@@ -108,10 +112,16 @@ def make_trials(
     )
     if task in ("needle", "wordings"):
         forms = WORDINGS if task == "wordings" else source.templates
-        return dataclasses.replace(source, templates=forms).trials(length, count, seed=seed)
+        return dataclasses.replace(source, templates=forms).trials(length, count, seed=seed, order=order)
     rng = np.random.default_rng((seed, length, TASKS.index(task)))
     make = {"multi-needle": _multi_needle, "multi-query": _multi_query, "tracking": _tracking, "passage": passage, "repeat": repeat}[task]
-    return [make(source, length, rng, (i + 0.5) / count) for i in range(count)]
+    return [make(source, length, rng, (place + 0.5) / count) for place in order]
+
+
+def _spread(count: int) -> list[int]:
+    """0 to count - 1, each once, in the order of the multiples of the golden ratio modulo 1: so the first few, however
+    many, leave no wide gap."""
+    return np.argsort(np.argsort(np.arange(count) * (5**0.5 - 1) / 2 % 1)).tolist()
 
 
 def answers_of(task: str) -> int:

@@ -139,8 +139,9 @@ def _rename_to_new(partial: Path, path: Path) -> None:
 
 def own_folder(folder: Path) -> Path:
     """The folder, which is made if it is missing. ValueError unless it belongs to this user, who alone may read and
-    write it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write it. Missing parents are made for this user alone, too: one may be an own folder itself."""
+    for each in reversed([folder, *(parent for parent in folder.parents if not parent.exists())]):
+        each.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ValueError(f"{folder} must be a folder of this user alone (chmod 700)")

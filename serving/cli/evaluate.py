@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,10 +36,11 @@ from pallas_kernels.core.optional import needs_extras
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvjax.evaluation.run import EvaluationRun, Plan
+    from kvjax.evaluation.run import EvaluationRun, Plan, Unit
 
 RECORDS = "records.jsonl"
 TEXT_HASH = "text with SHA-256"
+USUAL = {"steps": 1024, "free_steps": 128}
 POLICIES = ("dense", "window:640", "window:4736", "cascade:8", "cascade:32", "top:8", "top:32", "quest:64")
 
 
@@ -57,6 +58,9 @@ class Records(Journal):
     def append(self, unit: str, record: dict[str, Any]) -> None:
         """Write a unit's record to disk."""
         self._append({"unit": unit, "record": record})
+
+    def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._check({"sequential": False} | dict(found), header)  # files of earlier versions do not say it
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
         self.done[entry["unit"]] = entry["record"]
@@ -105,11 +109,18 @@ def evaluate_command(
     out: Annotated[
         Path, option("Folder for evaluation.json, evaluation.csv, pictures and records.", "--out", "-o", file_okay=False)
     ] = Path("evaluation"),
-    trials: Annotated[int, option("Trials of each task in each haystack at each length.", **whole(2, MAX_BATCH))] = 200,
+    trials: Annotated[
+        int, option("Trials of each task in each haystack at each length; with --record at most so many.", **whole(2, MAX_BATCH))
+    ] = 200,
     distractors: Annotated[int, option("Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, MAX_BATCH))] = 16,
     windows: Annotated[int, option("Disjoint pieces of the text for teacher forcing.", **whole(2, MAX_BATCH))] = 5,
-    steps: Annotated[int, option("Forced tokens of each window, within its length.", **whole())] = 1024,
-    free_steps: Annotated[int, option("Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
+    steps: Annotated[
+        int | None, option("Forced tokens of each window, within its length. [default: 1024, with --record 256]", **whole())
+    ] = None,
+    free_steps: Annotated[
+        int | None,
+        option("Tokens generated freely, to measure the length of the exact prefix. [default: 128, with --record 32]", **whole()),
+    ] = None,
     max_batch: Annotated[int, option("Contexts held and decoded together.", panel=MEMORY, **whole(2, MAX_BATCH))] = 32,
     again: Annotated[
         int, option("Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, MAX_BATCH))
@@ -117,7 +128,9 @@ def evaluate_command(
     record: Annotated[
         bool,
         option(
-            "Keep the result on this machine (~/.cache/kvjax/evidence), so that policy 'auto' chooses by it for this model.", "--record"
+            "Keep the result on this machine (~/.cache/kvjax/evidence), so that policy 'auto' chooses by it for this model. Trials end "
+            "where they have decided about every policy.",
+            "--record",
         ),
     ] = False,
     minutes: Annotated[int | None, option("Begin no more work after so many minutes; the same command goes on.", **whole())] = None,
@@ -133,8 +146,12 @@ def evaluate_command(
     needs_extras("kvjax evaluate", "eval")
     from rich.console import Console
 
+    from kvjax.cost_model.evidence import MIN_STEPS
     from kvjax.evaluation.run import BASELINES, EvaluationRun, Plan
 
+    sequential = _is_sequential(out / RECORDS, record)
+    usual = USUAL | ({"steps": MIN_STEPS, "free_steps": 32} if sequential else {})
+    given = {"steps": steps, "free_steps": free_steps}
     named = [BASELINES if name == "baselines" else (name,) for name in engine.policy or POLICIES]
     plan = Plan(
         policies=tuple(itertools.chain.from_iterable(named)),
@@ -144,8 +161,6 @@ def evaluate_command(
         trials=trials,
         distractors=distractors,
         windows=windows,
-        steps=steps,
-        free_steps=free_steps,
         batch=max_batch,
         again=again,
         seed=seed,
@@ -153,6 +168,8 @@ def evaluate_command(
         prefill_chunk=engine.prefill_chunk,
         cache_formats=tuple(engine.cache_format or ()),
         weights=tuple(each.value for each in engine.weights or ()),
+        sequential=sequential,
+        **usual | {name: value for name, value in given.items() if value is not None},
     )
     if record:
         _check_recordable(plan)
@@ -190,20 +207,52 @@ def run_units(run: EvaluationRun, path: Path, job: dict[str, Any], console: Cons
     units = run.units()
     journal = Records(path, job)
     try:
-        finished = sum(unit.work for unit in units if unit.key in journal.done)
+        done = [unit for unit in units if unit.key in journal.done]
+        finished = sum(unit.work for unit in done)
+        if job.get("sequential"):
+            console.print(_at_most(job, units, {unit: journal.done[unit.key]["took"] for unit in done}), highlight=False, soft_wrap=True)
         with WorkProgress(sum(unit.work for unit in units), finished, console) as progress:
-            for unit in units:
-                if unit.key not in journal.done:
-                    if end is not None and time.monotonic() > end:
-                        raise OutOfTime(f"out of time with {len(units) - len(journal.done)} of {len(units)} pieces of work left")
-                    progress.begin(f"{unit.length:,} tokens, {f'{unit.task} in {unit.haystack}' if unit.task else 'forced text'}")
-                    journal.append(unit.key, run.measure(unit, progress.advance))
-                    finished += unit.work
-                    progress.reach(finished)
-        return [journal.done[unit.key] for unit in units]
+            for number, unit in enumerate(units):
+                if unit.key in journal.done:
+                    continue
+                if not run.is_needed(unit, journal.done.values()):
+                    progress.drop(unit.work)
+                    continue
+                if end is not None and time.monotonic() > end:
+                    left = sum(each.key not in journal.done for each in units[number:])
+                    raise OutOfTime(f"out of time with {left} of {len(units)} pieces of work left")
+                progress.begin(_named(unit) + (", may end early" if unit.task and job.get("sequential") else ""))
+                journal.append(unit.key, run.measure(unit, progress.advance))
+                finished += unit.work
+                progress.reach(finished)
+        return [journal.done[unit.key] for unit in units if unit.key in journal.done]
     finally:
         journal.close()
         run.release()
+
+
+def _named(unit: Unit) -> str:
+    return f"{unit.length:,} tokens, {f'{unit.task} in {unit.haystack}' if unit.task else 'forced text'}"
+
+
+def _at_most(job: Mapping[str, Any], units: Iterable[Unit], took: Mapping[Unit, float]) -> str:
+    """What a sequential run may take. took: seconds of the finished units."""
+    said = f"at most {job['trials']} trials of each task; they end where they have decided about every policy"
+    if not took:
+        return said
+    rate = sum(took.values()) / sum(unit.work for unit in took)
+    left = rate * sum(unit.work for unit in units if unit not in took)
+    return f"{said}. Left, at the pace so far: at most about {left / 60:.0f} min"
+
+
+def _is_sequential(records: Path, record: bool) -> bool:
+    """Whether a run's trials end where they have decided: with --record. A run that goes on does so as it was
+    begun."""
+    if not records.is_file():
+        return record
+    with open(records, "rb") as file:
+        header = next((entry for entry, *_ in Records.entries(file, records)), None)
+    return record if header is None else header.get("sequential", False)
 
 
 def describe(run: EvaluationRun) -> dict[str, Any]:

@@ -43,6 +43,19 @@ def test_a_long_compilation_is_forgotten_within_a_minute():
         assert progress.seconds_left == 0
 
 
+def test_work_that_is_not_needed_takes_no_time():
+    clock = Clock()
+    with WorkProgress(10_000, 0, Console(file=io.StringIO()), clock) as progress:
+        for _ in range(100):
+            clock.now += 1
+            progress.advance(10)
+        progress.drop(8_000)
+        for _ in range(10):
+            clock.now += 1
+            progress.advance(10)
+        assert progress.seconds_left == pytest.approx(90, abs=3)
+
+
 def run_job(progress, clock, prompts, answers, *, prefill=0.001, step=0.05, compiling=45.0, chunk=500):
     """A job in 8 slots, round by round. prefill: seconds for each token. step: seconds. compiling: of prefill and
     decode each. Returns (time, time left) whenever it is asked, and the time of the end."""

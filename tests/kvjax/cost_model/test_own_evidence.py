@@ -32,6 +32,7 @@ def test_a_run_that_is_kept_is_known_of_its_model_alone(home, run):
     file = record_evaluation(of_another_model(run), "here.json")
     assert file == home / EVIDENCE_FOLDER / f"{OTHER}.json"
     assert (home / EVIDENCE_FOLDER).stat().st_mode & 0o777 == 0o700
+    assert (home / EVIDENCE_FOLDER).parent.stat().st_mode & 0o777 == 0o700, "compiled programs are kept there, too"
     rows = known_evidence(OTHER)
     assert rows
     assert {(row.model, row.fingerprint, row.source) for row in rows} == {("other", OTHER, "here.json")}

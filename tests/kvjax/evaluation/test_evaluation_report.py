@@ -116,6 +116,32 @@ def test_files_of_the_earlier_rule_say_which_depths_do_not_count(figures):
     assert "dense cannot, not counted: needle in codes at 2,048 tokens, depth 0.2 to 0.4 (2 of 4)" in remarks(earlier)
 
 
+HALF = {name: {1, 2, 3, 4, 5} for name in PLAN.others}
+
+
+def test_a_sequential_run_counts_the_trials_that_ran_and_says_so():
+    """All policies lose half: decided after 10 of 20 trials, where the KL decides about the rest."""
+    plan = dataclasses.replace(PLAN, sequential=True)
+    found = summarize(plan, [retrieval(0, wrong=HALF), forced()])
+    top = row_of(found, "retrieval", "top:8")
+    assert (top["hits"], top["trials"], top["planned_trials"], top["against_dense"]["lost"]) == (5, 10, 20, 5)
+    assert sum(cell["trials"] for cell in top["by_depth"]) == 10
+    assert top["exact_match"]["low"] < 0.5 < top["exact_match"]["high"]
+    assert "ended early: needle in codes at 2,048 tokens, after 10 of 20 trials: every policy is decided" in remarks(found)
+    columns = {column.header: list(column.cells) for column in tables(found)[0].columns}
+    assert columns["found"] == ["10/10", "5/10", "5/10", "5/10", "10/10"]
+    whole = summarize(plan, [retrieval(0, wrong=WRONG), retrieval(10, wrong=WRONG), forced()])
+    assert not any("ended early" in line for line in remarks(whole))
+
+
+def test_a_sequential_run_that_has_not_decided_is_no_result():
+    plan = dataclasses.replace(PLAN, trials=200, batch=10, sequential=True)
+    with pytest.raises(ValueError, match="records hold 10 of 200 trials: let the run end first"):
+        summarize(plan, [retrieval(0, wrong=WRONG), forced()])
+    with pytest.raises(ValueError, match="records hold 10 of 20 trials"):
+        summarize(PLAN, [retrieval(0, wrong=HALF), forced()])
+
+
 def test_differences_are_in_points_with_their_intervals(figures):
     (table,) = tables(figures)
     cells = dict(zip(table.columns[0].cells, next(c for c in table.columns if c.header == "points, 95%").cells, strict=True))

@@ -59,6 +59,22 @@ def test_every_trial_has_its_length_and_is_drawn_from_its_seed(draw, task, hayst
     assert all(trial.haystack_ids[:2] == [5, 6] for trial in draw(task, haystack, prefix_ids=(5, 6)))
 
 
+@pytest.mark.parametrize("task", ["needle", "wordings", "tracking"])
+def test_of_shuffled_trials_the_first_few_are_of_all_depths(draw, task):
+    trials = draw(task, "loop", count=40, shuffled=True)
+    depths = [trial.depth for trial in trials]
+    assert sorted(depths) == [(i + 0.5) / 40 for i in range(40)]
+    assert trials == draw(task, "loop", count=40, shuffled=True)
+    for first in (10, 20, 30):
+        fifths = np.histogram(depths[:first], 5, (0, 1))[0]
+        assert fifths.min() >= first // 5 - 1
+        assert fifths.max() <= first // 5 + 1
+    rising = [trial.depth for trial in draw(task, "loop", count=40)]
+    assert np.histogram(rising[:10], 5, (0, 1))[0].min() == 0, "the control: in order, the first few are of few depths"
+    if task != "tracking":
+        assert [trial.template for trial in trials[:3]] == [0, 1, 2]
+
+
 def test_a_loop_is_one_paragraph_with_one_fact(draw, tokenizer):
     trial = draw("needle", "loop")[1]
     assert len(told(tokenizer, trial)) == 1

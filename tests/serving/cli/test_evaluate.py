@@ -287,7 +287,7 @@ def test_no_work_is_begun_after_the_given_time(tmp_path):
         made.append(unit.key)
         return {"kind": "forced"}
 
-    run = SimpleNamespace(units=lambda: units, measure=measure, release=lambda: None)
+    run = SimpleNamespace(units=lambda: units, measure=measure, is_needed=lambda *_: True, release=lambda: None)
     path, console = tmp_path / "records.jsonl", Console(quiet=True)
     with pytest.raises(evaluate.OutOfTime, match="out of time with 3 of 3 pieces of work left"):
         evaluate.run_units(run, path, {}, console, time.monotonic() - 1)
@@ -295,6 +295,86 @@ def test_no_work_is_begun_after_the_given_time(tmp_path):
     assert len(evaluate.run_units(run, path, {}, console, later)) == 3
     assert len(evaluate.run_units(run, path, {}, console, time.monotonic() - 1)) == 3
     assert made == ["unit 0", "unit 1", "unit 2"]
+
+
+RECORDED = ("--trials", "32", "--windows", "2", "--steps", "24", "--free-steps", "6", "--haystacks", "codes,loop", "--record")
+
+
+@pytest.fixture(scope="module")
+def recorded(model_folder, text, tmp_path_factory):
+    """Runs `kvjax evaluate --record` in a folder: dense of the tiny model answers nothing."""
+    home = tmp_path_factory.mktemp("home")
+
+    def run(folder, *more):
+        sizes = ("--lengths", "256", "--distractors", "2", *RECORDED, "--max-batch", "4", *PAGES[4:], *POLICIES)
+        given = ["--model", str(model_folder), "--text", str(text), *sizes, "--out", str(folder), *more]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "home", lambda: home)
+            patch.setattr(evidence, "MIN_WINDOWS", 2)
+            patch.setattr(evidence, "MIN_STEPS", 24)
+            patch.setattr(sys, "argv", ["kvjax", "evaluate", *given])
+            with pytest.raises(SystemExit) as exit_:
+                cli.main()
+        return exit_.value.code or 0
+
+    return run
+
+
+def test_a_recorded_run_ends_where_dense_clearly_cannot(recorded, tmp_path, capsys):
+    """Each cell after its first quarter of 32 trials; the report says so, and the evidence has no counts."""
+    assert recorded(tmp_path / "run") == 0
+    out, err = capsys.readouterr()
+    assert "at most 32 trials of each task; they end where they have decided about every policy" in err
+    header, done = records(tmp_path / "run")
+    cells = [f"retrieval/256/needle/{each}/{rows}" for each in ("codes", "loop") for rows in ("0/4", "4/8")]
+    assert list(done) == ["forced/256///0/2", *cells]
+    assert header["sequential"] is True
+    assert "ended early: needle in loop at 256 tokens, after 8 of 32 trials: dense cannot" in out
+    assert "auto (fast), up to 256 tokens: dense, nothing qualifies" in out
+    figures = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert {(row["planned_trials"], row["invalid_trials"]) for row in figures["retrieval"]} == {(32, 8)}
+    assert "early end" in figures["rules"]
+    fifths = [cell["trials"] for cell in figures["retrieval"][0]["by_depth"]]
+    assert sum(fifths) == 8
+    assert min(fifths) >= 1, "the first trials are of all depths"
+
+
+def test_a_recorded_run_that_was_interrupted_goes_on_and_ends_where_a_whole_one_does(recorded, tmp_path, capsys, monkeypatch):
+    from kvjax.evaluation.run import EvaluationRun
+
+    assert recorded(tmp_path / "whole") == 0
+    measure, left = EvaluationRun.measure, iter(range(3))
+
+    def some(self, unit, advance):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return measure(self, unit, advance)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvaluationRun, "measure", some)
+        assert recorded(tmp_path / "run") == 130
+    assert len(records(tmp_path / "run")[1]) == 3
+    capsys.readouterr()
+    assert recorded(tmp_path / "run") == 0
+    assert "Left, at the pace so far: at most about" in capsys.readouterr().err
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    monkeypatch.setattr(EvaluationRun, "measure", lambda *_: pytest.fail("measured again"))
+    assert recorded(tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "record", "found"), [(None, True, True), (None, False, False), (True, False, True), (False, True, False)]
+)
+def test_a_run_goes_on_as_it_was_begun(tmp_path, first, record, found):
+    """With --record or without; files of earlier versions are of plain runs."""
+    path = tmp_path / "records.jsonl"
+    if first is not None:
+        evaluate.Records(path, {"seed": 0} | ({"sequential": True} if first else {})).close()
+    assert evaluate._is_sequential(path, record) is found
+    if first is False:
+        evaluate.Records(path, {"seed": 0, "sequential": False}).close()
+        with pytest.raises(ValueError, match="was begun with sequential False, and this run has True"):
+            evaluate.Records(path, {"seed": 0, "sequential": True})
 
 
 @pytest.mark.parametrize(("former", "now"), [("fidelity --lengths 8k", "kvjax evaluate"), ("echo --help", "kvjax recall")])
