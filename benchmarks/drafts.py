@@ -6,6 +6,7 @@ draft is right by a throw of dice, and everything else runs as it does for a use
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import statistics
 import time
@@ -81,11 +82,13 @@ def draft_rows(
         seconds: dict[str | None, list[float]] = {None: [], draft: []}
         counted = []
         with replayed(acceptance):
-            for number in range(rounds + 1):
+            for number in range(-1, rounds + 1):
                 for each in seconds:
-                    say(f"{length:,} tokens, {f'round {number} of {rounds}' if number else 'warm-up'}: {each or 'no drafts'}")
+                    say(f"{length:,} tokens, {f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {each or 'no drafts'}")
                     one, completions = _seconds_per_token(engine, length - answer, answer, slots, each)
-                    if number:
+                    if number < 0:  # what runs rounds is compiled beside the answer, and called first in the next one
+                        concurrent.futures.wait(engine.compiling)
+                    if number > 0:
                         seconds[each].append(one)
                         counted += [(done.round_tokens, done.rounds) for done in completions if done.rounds]
         plain, drafted = (statistics.median(found) for found in seconds.values())

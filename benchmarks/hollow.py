@@ -3,6 +3,7 @@ work use them."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -68,6 +69,11 @@ class FakeEngine(Engine):
                 frames.take_moves()  # nothing has to be copied
         sequence.tokens, sequence.length = [0] * tokens, tokens
         return sequence
+
+    @property
+    def compiling(self) -> list[concurrent.futures.Future]:
+        """What other threads compile, or have compiled."""
+        return list(self._compile_ahead.running.values())
 
     def calls_of_chunk(self, sequence: CachedSequence, tokens: list[int]) -> Iterator[functools.partial]:
         """What the slices of a chunk of these tokens call, which do not run (`kvjax.compilation.compile_together`)."""

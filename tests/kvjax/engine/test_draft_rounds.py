@@ -16,8 +16,12 @@ from kvjax.cache import pages_of_step
 from kvjax.engine import draft_rounds
 from kvjax.engine.sampling import accept
 from kvjax.engine.steps import Draft
+from kvjax.models import CausalLM
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.scheduler import drafting
 from kvjax.scheduler.drafting import MAX_REST, PLAIN, REST, ROUNDS, Drafting
+from kvjax.serving.bench.decode import config_of
+from kvjax.serving.bench.random_model import random_params
 from pallas_kernels.attention.gather_attention import mosaic_gpu
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.hopper.decode import wgmma_fold
@@ -315,3 +319,25 @@ def test_generate_makes_an_engine_that_drafts(speaker, always):
 
 def test_accept_is_what_verifies():
     assert draft_rounds.accept is accept
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_on_hopper_tokens_stand_alone(weights, always, monkeypatch):
+    """One step verifies, over the border between two cuts of the keys into spans: 33 tiles are two for each of 17."""
+    seen, real = [], draft_rounds.stands_alone
+    monkeypatch.setattr(draft_rounds, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
+    config = config_of("qwen2.5-7b", 2, "bfloat16")
+    model = CausalLM(TransformerDecoder(config), random_params(config, weights=weights))
+    engine = Engine(model, "dense", policies=("top:32", "window:640"), pages=200, batch_buckets=(1, 2))
+    draw = np.random.default_rng(3)
+    for length, slots in ((1000, 1), (4200, 1), (8420, 1), (500, 2)):
+        prompts = [draw.integers(0, 150_000, length + 5 * number).tolist() for number in range(slots)]
+        for kind in ({}, {"temperature": 0.05, "seed": 1}, {"repetition_penalty": 1.1}):
+            requests = [asked(prompt, 60, **kind) for prompt in prompts]
+            expected = answers(engine, requests, slots=slots)
+            for draft in ("top:32", "window:640", "dense"):
+                assert list(map(told, answers(engine, requests, slots=slots, draft=draft))) == list(map(told, expected))
+        assert set(seen) == {slots == 1}
+        seen.clear()
