@@ -194,9 +194,10 @@ def known_evidence(mark: str) -> tuple[Evidence, ...]:
 def record_evaluation(run: Mapping[str, Any], source: str) -> Path:
     """Keep a run's measurements on this machine, for `known_evidence`. Returns the file. Raises as `with_evaluation`
     and `known_evidence` do."""
-    file = _own_file(run["settings"]["fingerprint"])
+    mark = run["settings"]["fingerprint"]
+    file = _own_file(mark)
     with filelock.FileLock(file.with_suffix(".lock")):
-        write_evidence(with_evaluation(read_evidence(file) if file.is_file() else (), run, source), file)
+        write_evidence(with_evaluation(read_evidence(file) if _has_own_file(mark) else (), run, source), file)
     return file
 
 
@@ -206,12 +207,17 @@ def check_can_record() -> None:
 
 
 def _has_own_file(mark: str) -> bool:
-    """Whether this machine has a file of a model. False, too, where the user has no home."""
+    """Whether this machine has a file of a model. False, too, where the user has no home. ValueError where something
+    else has its name."""
     try:
         folder = Path.home() / EVIDENCE_FOLDER
     except RuntimeError:
         return False
-    return os.path.lexists(folder) and _own_file(mark).is_file()
+    if not os.path.lexists(folder) or not os.path.lexists(file := _own_file(mark)):
+        return False
+    if not file.is_file():
+        raise ValueError(f"{file} is no file of evidence, but a folder, a pipe or a link that leads nowhere: delete it")
+    return True
 
 
 def _own_file(mark: str) -> Path:

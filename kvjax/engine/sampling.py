@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 import flax.struct
@@ -145,6 +145,12 @@ class Sampling:
     def penalises(self) -> bool:
         """Whether there is a penalty, so that logits depend on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end a text, which leaves them out. eos_token_ids: the model's end-of-sequence tokens."""
+        if self.stop_token_ids is not None:
+            return frozenset(self.stop_token_ids)
+        return frozenset() if self.ignore_eos else frozenset(eos_token_ids)
 
 
 # Without this, notebooks would show the arguments of __new__.

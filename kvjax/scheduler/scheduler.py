@@ -407,11 +407,9 @@ class Scheduler:
             sampling = dataclasses.replace(sampling, seed=derived_seed(sampling.seed, "sample", index))
         tokenizer = engine.model.tokenizer
         streamed = sampling.stop or (self._tokenizer is not None and self.on_token is not None)
-        stop_ids = sampling.stop_token_ids
-        if stop_ids is None:
-            stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
+        stop_ids = sampling.ends(engine.config.eos_token_ids)
         stream = TextStream(tokenizer, sampling.stop, state.handle.prompt_end) if streamed else None
-        sample = Sample(state, index, sampling, state.sequence, frozenset(stop_ids), stream)
+        sample = Sample(state, index, sampling, state.sequence, stop_ids, stream)
         position = np.array([state.sequence.length], np.int32)
         token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
         if not last or state.given is not None:  # after the choice of the token, because a fork copies a page, for which it need not wait

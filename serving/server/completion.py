@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from kvjax.client.errors import SessionError
+from kvjax.engine.sampling import Sampling
 from kvjax.serving.server.openai_form import Asked
 from kvjax.serving.sessions.runtime import SessionRuntime
 from kvjax.serving.sessions.throttle import Throttle
@@ -23,7 +24,7 @@ class TextCompletion:
         model, self._throttle = runtime.engine.model, throttle
         self.prompt_tokens, self.generated = len(request.ids), 0
         self.finish_reason: str | None = None
-        self._ends = frozenset(model.config.eos_token_ids)
+        self._ends = Sampling(**request.sampling).ends(model.config.eos_token_ids)
         self.session, self._generation = runtime.generate_once(request.ids, **request.sampling)  # which checks the ids
         try:
             self._text = TextStream(model.tokenizer, request.stop, request.ids)

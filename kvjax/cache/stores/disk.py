@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 import weakref
@@ -90,6 +91,10 @@ class DiskStore:
                     "another folder"
                 )
             time.sleep(0.05)
+        for end in ("", "-journal", "-wal", "-shm"):  # SQLite waits for a pipe, where Ctrl-C does nothing, and follows links
+            path = self.folder / f"index.sqlite{end}"
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                raise ValueError(f"{path} is no file of an index, but a link, a pipe or a folder; delete it, or name another folder")
         self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
         weakref.finalize(self, self._index.close)  # a connection is part of a circle, and holds its lock until that is collected
         self._index.execute("PRAGMA trusted_schema=OFF")

@@ -533,6 +533,26 @@ class TestDiskStore:
         with pytest.raises(ValueError, match="delete the folder"):
             make()
 
+    @pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+    @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-journal", "index.sqlite-wal", "index.sqlite-shm"])
+    def test_an_index_that_is_no_file_is_refused_unopened(self, make, tmp_path, name, kind):
+        """SQLite would wait for the other end of a pipe without end, and write to what a link leads to."""
+        make().close()
+        path, other = tmp_path / "pages" / name, tmp_path / "other"
+        path.unlink(missing_ok=True)
+        other.write_bytes(b"")
+        with contextlib.ExitStack() as ends:
+            if kind == "pipe":
+                os.mkfifo(path)
+                ends.callback(os.close, os.open(path, os.O_RDWR | os.O_NONBLOCK))  # so that nobody waits
+            elif kind == "link":
+                path.symlink_to(other)
+            else:
+                path.mkdir()
+            with pytest.raises(ValueError, match=f"{name} is no file of an index"):
+                make()
+        assert other.read_bytes() == b""
+
     @pytest.mark.long
     def test_a_killed_process_leaves_only_whole_blocks(self, tmp_path):
         """Killed at 20 random moments while it writes blocks of a megabyte."""

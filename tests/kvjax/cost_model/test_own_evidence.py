@@ -1,6 +1,7 @@
 """What `kvjax evaluate --record` keeps on a machine, and what `auto` then knows."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_a_fingerprint_names_no_other_file(home, run, mark):
     with pytest.raises(ValueError, match="is no fingerprint of a model"):
         record_evaluation(run | {"settings": run["settings"] | {"fingerprint": mark}}, "here.json")
     assert not list(home.rglob("*.json"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_what_is_no_file_is_not_passed_over(home, run, kind):
+    """Else `auto` would choose by the package's rows, and nobody would know."""
+    folder = home / EVIDENCE_FOLDER
+    folder.mkdir(parents=True, mode=0o700)
+    path = folder / f"{OTHER}.json"
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("nothing")}[kind]()
+    with pytest.raises(ValueError, match=f"{OTHER}.json is no file of evidence"):
+        known_evidence(OTHER)
+    with pytest.raises(ValueError, match=f"{OTHER}.json is no file of evidence"):
+        record_evaluation(run | {"settings": run["settings"] | {"fingerprint": OTHER}}, "here.json")
 
 
 def test_a_damaged_file_is_named(home):

@@ -105,6 +105,26 @@ def test_completions_are_what_the_runtime_generates(server, client):
     assert client.completions.create(model="tiny", prompt=[ids], temperature=0).usage.completion_tokens <= 16
 
 
+def test_the_token_that_ends_a_text_is_no_part_of_it(server, client):
+    """As in a batch job. A stop string may hold the model's own end where that ends nothing."""
+    tokenizer = server.runtime.engine.model.tokenizer
+    free = {"max_new_tokens": 60, "temperature": 1.5, "ignore_eos": True}
+    tokens, seed = (), -1
+    while 97 not in tokens:
+        seed += 1
+        with server.runtime.create(tokenizer("Hello")["input_ids"]) as session:
+            tokens = list(session.generate(**free, seed=seed))
+    last, extra = tokens[3], {"ignore_eos": True}
+    by_token, by_text = ({**extra, "stop_token_ids": [last]}, last), ({**extra, "stop": "<|im_end|>"}, 97)
+    for fields, end in (by_token, by_text):
+        kept = tokens[: tokens.index(end)]
+        for stream in (False, True):
+            given = {"model": "tiny", "prompt": "Hello", "max_tokens": 60, "temperature": 1.5, "seed": seed, "extra_body": fields}
+            answer = client.completions.create(stream=stream, **given)
+            text = "".join(piece.choices[0].text for piece in answer) if stream else answer.choices[0].text
+            assert text == tokenizer.decode(kept, skip_special_tokens=True)
+
+
 def test_chats_go_through_the_models_template(server, client):
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     sampling = {"temperature": 1.0, "seed": 3}
