@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from kvjax.axes import WHOLE_COPY
 from kvjax.cache import Cache
+from kvjax.cache.arrays import SlotLayer
 from kvjax.engine.decode_batch import name_pages
 from kvjax.engine.multi_step import Ends, kept
 from kvjax.engine.policy_state import state_specs
@@ -63,7 +64,7 @@ def draft_rounds(
         going = active & ends.going(last.tokens)
         given = inputs._replace(cache=cache.replace(**pool), tokens=last.tokens, active=going, states=states, counts=last.counts)
         drafted, written, drafting = _draft(static, given)
-        given = given._replace(cache=written.replace(lengths=given.cache.lengths))
+        given = given._replace(cache=_rewound(written, given.cache))
         sampled, after, known, verifying = verify(static, given, drafted)
         reads = jax.tree.map(jnp.add, drafting, verifying)
         packed = jnp.where(jnp.arange(static.steps)[:, None, None, None] == number, _packed(sampled, reads), packed)
@@ -99,9 +100,10 @@ def stands_alone(static: StepStatic, inputs: StepInputs) -> bool:
     by kernels, over pages that are not packed, without windows or states. Decided while tracing."""
     layers = static.decoder.config.layers
     plain = all(isinstance(layer.mixer, AttentionLayer) and layer.mixer.window is None for layer in layers)
-    packed = any(each is not None and each.pages.packed for each in inputs.cache.layers)
     few = inputs.tokens.shape[0] * static.draft.tokens <= MAX_ROWS
-    if not (few and plain and isinstance(static.policy, Dense) and static.shards.mesh is None) or packed or inputs.cache.hot is not None:
+    if not (few and plain and isinstance(static.policy, Dense) and static.shards.mesh is None) or inputs.cache.hot is not None:
+        return False
+    if any(each is not None and each.pages.packed for each in inputs.cache.layers):
         return False
     wide = inputs._replace(tokens=jnp.zeros((inputs.tokens.shape[0], static.draft.tokens), jnp.int32))
     with dispatch.listening_to_all() as chosen:
@@ -130,6 +132,14 @@ def _draft(static: StepStatic, inputs: StepInputs) -> tuple[Int[Array, "B T"], C
     carry = _pool(inputs.cache), drafted, inputs.counts, AttentionStats.none(inputs.cache)
     pool, drafted, _, reads = jax.lax.fori_loop(0, static.draft.tokens - 1, step, carry)
     return drafted, inputs.cache.replace(**pool), reads
+
+
+def _rewound(written: Cache, before: Cache) -> Cache:
+    """The cache without the drafts. Pages may hold them: what is verified is written over them. A row of state goes on
+    to its next page by itself, so it is put back."""
+    pairs = zip(before.layers, written.layers, strict=True)
+    layers = tuple(old if isinstance(old, SlotLayer) else new for old, new in pairs)
+    return written.replace(layers=layers, lengths=before.lengths)
 
 
 def _verify_together(static: StepStatic, inputs: StepInputs, drafted: Int[Array, "B T"]):

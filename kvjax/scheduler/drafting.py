@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import jax
@@ -21,11 +22,15 @@ TOKENS, LAUNCH = 8, 4
 """Tokens of a sequence in a round: as many as kernels verify together. Rounds in a launch: between two launches the
 device waits for the host."""
 
-PLAIN, ROUNDS = 8, 2
+PLAIN, ROUNDS = 8, 4
 """Launches of each kind that are timed before they are compared."""
 
-REST, MAX_REST = 64, 2048
-"""Launches without drafts after rounds that took longer: at first, and at most. It doubles each time."""
+TOO_SLOW = 1.25
+"""Rounds that take so many times as long as steps end after one launch."""
+
+LOSS, REST = 0.02, 64
+"""After rounds that took longer, there are steps until what was lost is at most this share of the time; at least so
+many launches of them."""
 
 
 def draft_of(engine: Engine, name: str | DecodePolicy) -> Draft:
@@ -44,50 +49,57 @@ def draft_of(engine: Engine, name: str | DecodePolicy) -> Draft:
 class Drafting:
     """Of the batch of one policy: rounds by `draft` where they are faster, by the clock, than steps.
 
-    The answer is the same either way. First some steps are timed, then some rounds, each by the time between the ends
-    of two launches. If the rounds took longer for a token, steps follow for a while, and then rounds are tried again.
+    The answer is the same either way. First some steps are timed, then rounds, each by the time between the ends of two
+    launches. If the rounds took longer for their tokens, steps follow for so long that the loss is small, and then
+    rounds are tried again.
     """
 
     def __init__(self, draft: Draft, page_size: int):
         # A launch writes to as many pages as any: a page's end may lie within it, but not two.
         rounds = max(1, min(LAUNCH, (page_size + 1) // draft.tokens))
         self.draft, self._launch = draft, Launch(rounds, None, rounds * draft.tokens, draft)
-        self._round, self._count, self._seconds = False, 0, 0.0
-        self._plain: float | None = None  # seconds of a token
-        self._last: float | None = None
-        self._rest, self._resting = REST, 0
+        self._round, self._tried, self._last, self._resting = False, False, None, 0
+        self._plain = 0.0  # seconds of a token
+        self._begin()
+
+    def _begin(self) -> None:
+        self._count, self._tokens, self._seconds = 0, 0.0, 0.0
 
     def next(self) -> Launch | None:
         """The next launch, but for its `ends`; None: it is of steps."""
         return self._launch if self._round else None
 
     def ended(self, tokens: float, *, drafted: bool) -> None:
-        """A launch has ended. tokens: of each sequence, the mean. drafted: whether it was a round."""
+        """A launch has ended. tokens: of each sequence, the mean. drafted: whether it was of rounds."""
         now, last = time.perf_counter(), self._last
         self._last = now
         if last is None or drafted != self._round:
-            return
-        self._resting -= 1
-        self._count += 1
-        self._seconds += (now - last) / tokens
-        if self._count < (ROUNDS if drafted else PLAIN):
-            return
-        mean, self._count, self._seconds = self._seconds / self._count, 0, 0.0
-        if not drafted:
-            self._plain = mean
-            if self._resting <= 0:
-                self._turn(to_rounds=True)
-        elif mean >= self._plain:
+            return  # rounds wait for their program, or for a request that starts
+        self._count, self._tokens, self._seconds = self._count + 1, self._tokens + tokens, self._seconds + now - last
+        if drafted:
+            self._judge()
+        elif self._count >= PLAIN:
+            self._plain, self._resting = self._seconds / self._tokens, self._resting - self._count
+            self._turn(to_rounds=self._resting <= 0)
+
+    def _judge(self) -> None:
+        """Compare rounds with steps."""
+        steps = self._tokens * self._plain
+        if self._seconds > TOO_SLOW * steps or (self._count >= ROUNDS and self._seconds > steps):
+            lost = self._seconds - steps
+            self._resting = max(REST, math.ceil(lost / (LOSS * self._plain)))
             said = "drafts by %s take %.2f ms a token, and steps %.2f ms: none for %d launches"
-            logger.info(said, self.draft.policy, 1e3 * mean, 1e3 * self._plain, self._rest)
-            self._resting, self._rest = self._rest, min(2 * self._rest, MAX_REST)
+            logger.info(said, self.draft.policy, 1e3 * self._seconds / self._tokens, 1e3 * self._plain, self._resting)
             self._turn(to_rounds=False)
-        else:
-            self._rest = REST
+        elif self._count >= ROUNDS:
+            self._begin()
 
     def interrupted(self) -> None:
         """Something else runs before the next launch ends."""
         self._last = None
 
     def _turn(self, *, to_rounds: bool) -> None:
-        self._round, self._last = to_rounds, None
+        if to_rounds and not self._tried:
+            self._last = None  # the first launch is called for the first time, which takes longer
+        self._round, self._tried = to_rounds, self._tried or to_rounds
+        self._begin()
