@@ -20,7 +20,7 @@ from scipy import optimize
 
 from benchmarks.hollow import FakeEngine, random_model
 from benchmarks.run import BenchFormatOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, run
-from kvjax.engine import draft_rounds
+from kvjax.engine import drafts
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling, accept
 from kvjax.evaluation.needle import encode_text
@@ -30,7 +30,7 @@ from kvjax.generation import run as run_requests
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Model
 from kvjax.scheduler.drafting import TOKENS, Drafting
-from kvjax.scheduler.request import Request
+from kvjax.scheduler.request import Completion, Request
 from kvjax.serving.bench.decode import pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, load_model, read_texts, whole
@@ -49,11 +49,11 @@ def replayed(acceptance: float) -> Iterator[None]:
         right = jax.vmap(lambda key: jax.random.uniform(key, drafted.shape[1:]))(keys)[:, 1:] < acceptance
         return found.replace(accepted=jnp.where(active, 1 + jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(axis=1), 0))
 
-    draft_rounds.accept = thrown
+    drafts.accept = thrown
     try:
         yield
     finally:
-        draft_rounds.accept = accept
+        drafts.accept = accept
 
 
 def draft_rows(
@@ -163,11 +163,11 @@ def acceptance_rows(
         requests = [Request(each, sampling) for each in text_windows(ids, length - answer, prompts, prompt_start(model.tokenizer))]
         engine = Engine(model, "dense", policies=tuple(policies), pages=pages_of(length) + 2, batch_buckets=(1,))
         say(f"{length:,} tokens: dense")
-        dense = [done.token_ids for _, done in run_requests(engine, requests, slots=1)]
+        dense = [done.token_ids for done in _completions(engine, requests)]
         for policy in policies:
             say(f"{length:,} tokens: {policy}")
             with always_drafting():
-                found = [done for _, done in run_requests(engine, requests, slots=1, draft=policy)]
+                found = _completions(engine, requests, draft=policy)
             per_round = sum(done.round_tokens for done in found) / sum(done.rounds for done in found)
             same = sum(one == other for done, ids in zip(found, dense, strict=True) for one, other in zip(done.token_ids, ids, strict=True))
             yield {
@@ -183,6 +183,13 @@ def acceptance_rows(
                 "equal": same,
                 "of": sum(map(len, dense)),
             }
+
+
+def _completions(engine: Engine, requests: Sequence[Request], **options: Any) -> list[Completion]:
+    done = [completion for _, completion in run_requests(engine, requests, slots=1, **options)]
+    if failed := next((each.error for each in done if each.error is not None), None):
+        raise failed
+    return done
 
 
 def acceptance_of(tokens: float) -> float:

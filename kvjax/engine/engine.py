@@ -853,7 +853,7 @@ class Engine:
         if launch is not None:
             step, sampling = decode_steps, (*sampling, launch.ends)
             if launch.draft is not None:
-                from kvjax.engine.draft_rounds import draft_rounds as step
+                from kvjax.engine.drafts import draft_rounds as step
         sizes = {"written": group.written, "launch": launch, "reach": group.reach}
         launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, **sizes)
         sampled, packed, *ends = launched.results

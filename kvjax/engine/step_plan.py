@@ -32,7 +32,7 @@ class Launch:
     """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MAX_STEP_TOKENS. ends:
     where rows end; the result has those of the next launch. written: the most tokens that these steps write, in every
     row or row by row; a row that ends early writes fewer, and must not be used afterwards without correcting its
-    sequence's length. draft: so many rounds in place of steps (`kvjax.engine.draft_rounds`); then `Sampled.accepted`
+    sequence's length. draft: so many rounds in place of steps (`kvjax.engine.drafts`); then `Sampled.accepted`
     says how many tokens each row has more."""
 
     steps: int

@@ -153,7 +153,7 @@ class Warmup:
         static, inputs = call.args
         step = decode_steps
         if launch.draft is not None:
-            from kvjax.engine.draft_rounds import draft_rounds as step
+            from kvjax.engine.drafts import draft_rounds as step
         return [functools.partial(step, static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends))]
 
     def step_call(

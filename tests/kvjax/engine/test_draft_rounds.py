@@ -13,7 +13,7 @@ from tiny_models import make_family, shallow
 
 from kvjax import Engine, Request, Sampling, Scheduler, generate, mesh
 from kvjax.cache import pages_of_step
-from kvjax.engine import draft_rounds
+from kvjax.engine import drafts
 from kvjax.engine.sampling import accept
 from kvjax.engine.steps import Draft
 from kvjax.models import CausalLM
@@ -104,11 +104,11 @@ def test_bugs_are_noticed(bug, always, monkeypatch):
     if bug == "wrong drafts stay":
         _all_stay(monkeypatch)
     elif bug == "other noise":
-        real = draft_rounds.sample
-        monkeypatch.setattr(draft_rounds, "sample", lambda logits, rows, places, counts: real(logits, rows, places + 1, counts))
+        real = drafts.sample
+        monkeypatch.setattr(drafts, "sample", lambda logits, rows, places, counts: real(logits, rows, places + 1, counts))
     else:
-        real = draft_rounds._draft
-        monkeypatch.setattr(draft_rounds, "_draft", lambda *given: _grown(*real(*given)))
+        real = drafts._draft
+        monkeypatch.setattr(drafts, "_draft", lambda *given: _grown(*real(*given)))
     try:
         found = answers(engine, requests, draft="window:1+16")
     except (AssertionError, ValueError, IndexError):
@@ -120,14 +120,14 @@ def test_bugs_are_noticed(bug, always, monkeypatch):
 
 
 def _all_stay(monkeypatch):
-    real = draft_rounds._verify_in_turn
+    real = drafts._verify_in_turn
 
     def verify(static, inputs, drafted):
         found, cache, *rest = real(static, inputs, drafted)
         all_ = jnp.where(inputs.active, drafted.shape[1], 0)
         return found.replace(accepted=all_), cache.replace(lengths=inputs.cache.lengths + all_), *rest
 
-    monkeypatch.setattr(draft_rounds, "_verify_in_turn", verify)
+    monkeypatch.setattr(drafts, "_verify_in_turn", verify)
 
 
 def _grown(drafted, cache, reads):
@@ -140,8 +140,8 @@ def test_a_step_of_all_drafts_keeps_what_accept_keeps(always, monkeypatch):
     requests = [dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, n=1)) for each in requests_of(None)]
     expected = answers(engine, requests)
     jax.clear_caches()
-    monkeypatch.setattr(draft_rounds, "stands_alone", lambda *given: True)
-    monkeypatch.setattr(draft_rounds, "queries_alike", lambda q, pages, lengths: jnp.full_like(lengths, 5))
+    monkeypatch.setattr(drafts, "stands_alone", lambda *given: True)
+    monkeypatch.setattr(drafts, "queries_alike", lambda q, pages, lengths: jnp.full_like(lengths, 5))
     found = answers(engine, requests, draft="quest:1")
     jax.clear_caches()
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
@@ -210,8 +210,8 @@ def test_queries_alike_have_the_spans_of_their_own_steps():
 
 
 def test_on_a_cpu_nothing_is_known_to_stand_alone(always, monkeypatch):
-    seen, real = [], draft_rounds.stands_alone
-    monkeypatch.setattr(draft_rounds, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
+    seen, real = [], drafts.stands_alone
+    monkeypatch.setattr(drafts, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
     engine = engine_of(shallow(make_family("llama")), ("dense", "quest:1"), batch_buckets=(4,), pages=50)
     answers(engine, requests_of("dense"), draft="quest:1")
     assert set(seen) == {False}
@@ -294,7 +294,7 @@ def test_rounds_wait_for_no_compiler_and_a_failure_is_said(monkeypatch):
     (again,) = answers(engine, [asked([1, 2, 3], 12)], draft="window:1+16")
     assert told(again) == told(found)
     assert again.rounds > 0
-    monkeypatch.setattr(draft_rounds, "_draft", lambda *given: 1 / 0)
+    monkeypatch.setattr(drafts, "_draft", lambda *given: 1 / 0)
     broken = engine_of(shallow(make_family("llama")), ("dense", "window:1+20"))
     with pytest.raises(ZeroDivisionError):
         answers(broken, [asked([1, 2, 3], 12)], draft="window:1+20")
@@ -335,7 +335,7 @@ def test_generate_makes_an_engine_that_drafts(speaker, always):
 
 
 def test_accept_is_what_verifies():
-    assert draft_rounds.accept is accept
+    assert drafts.accept is accept
 
 
 @pytest.mark.gpu
@@ -343,8 +343,8 @@ def test_accept_is_what_verifies():
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 def test_on_hopper_tokens_stand_alone(weights, always, monkeypatch):
     """One step verifies, over the border between two cuts of the keys into spans: 33 tiles are two for each of 17."""
-    seen, real = [], draft_rounds.stands_alone
-    monkeypatch.setattr(draft_rounds, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
+    seen, real = [], drafts.stands_alone
+    monkeypatch.setattr(drafts, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
     config = config_of("qwen2.5-7b", 2, "bfloat16")
     model = CausalLM(TransformerDecoder(config), random_params(config, weights=weights))
     engine = Engine(model, "dense", policies=("top:32", "window:640"), pages=200, batch_buckets=(1, 2))
@@ -366,7 +366,7 @@ def test_rows_of_state_are_put_back(always, monkeypatch):
     engine = engine_of(make_family("qwen3_5_text"), ("dense", "window:1+16"), pages=60)
     request = [asked(list(range(1, 30)), 40, temperature=1.0)]
     expected = answers(engine, request)
-    monkeypatch.setattr(draft_rounds, "_rewound", lambda written, before: written.replace(lengths=before.lengths))
+    monkeypatch.setattr(drafts, "_rewound", lambda written, before: written.replace(lengths=before.lengths))
     jax.clear_caches()
     found = answers(engine, request, draft="window:1+16")
     jax.clear_caches()

@@ -66,7 +66,7 @@ def test_options_reach_the_engine():
     expected = {"model": "m", "policy": "top:8+missed0.5", "prefill": "bounds:4", "slots": 3, "pages": 7, "device_bytes": 11}
     expected |= {"page_size": 16, "prefill_chunk": 32, "cache_format": "int8", "dtype": "float16", "weights": "int4", "lora": ("a", "b")}
     expected |= {"stores": {"reuse": "any", "host_bytes": 13, "disk": "d", "disk_bytes": 17}, "max_positions": 19}
-    expected |= {"tensor": 2, "context": 4, "data": 5, "steps_per_launch": 6, "others": (), "left_out": ()}
+    expected |= {"tensor": 2, "context": 4, "data": 5, "steps_per_launch": 6, "draft": None, "others": (), "left_out": ()}
     assert vars(setup) == expected
 
 

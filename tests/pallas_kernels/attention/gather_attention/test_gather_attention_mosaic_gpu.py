@@ -331,11 +331,13 @@ def test_queries_are_cut_into_equal_tiles(num_queries, group, size):
     assert mosaic_gpu.queries_per_tile(num_queries, group) == size
 
 
-def test_spans_share_the_tiles_out():
+@pytest.mark.parametrize("queries", [1, 8])
+def test_spans_share_the_tiles_out(queries):
     """Every tile once, in order, whatever the number of spans."""
     pages = Pages(*[jnp.zeros((1, 1, 64, 64), jnp.bfloat16)] * 2)
     call = Call(64, None, 1.0, False, mosaic_gpu.Config(splits=7))
-    shape = mosaic_gpu._shape(call, jnp.zeros((1, 1, 4, 64), jnp.bfloat16), pages, None)
-    for number in range(23):
-        spans = [tuple(map(int, tiles.span(shape, split, jnp.int32(number)))) for split in range(7)]
+    shape = mosaic_gpu._shape(call, jnp.zeros((1, queries, 4, 64), jnp.bfloat16), pages, None)
+    for length in range(0, 23 * shape.tile, 13):
+        spans = [tuple(map(int, tiles.span(shape, split, jnp.int32(length)))) for split in range(7)]
+        number = -(-length // shape.tile)
         np.testing.assert_array_equal([first + i for first, count in spans for i in range(count)], np.arange(number))

@@ -1,0 +1,44 @@
+"""Drafts, counted and timed on tiny models: rows say what ran, and a replayed share of right drafts comes out."""
+
+import pytest
+
+import kvjax
+from benchmarks import drafts
+from benchmarks.tables import acceptance_cells, draft_round_cells
+from kvjax.engine import drafts as rounds
+from kvjax.engine.sampling import accept
+from kvjax.scheduler.drafting import TOKENS, Drafting
+from kvjax.serving.bench.decode import config_of
+
+
+def test_answers_with_drafts_take_turns_with_others(monkeypatch):
+    seen, real = [], drafts.run_requests
+
+    def run(engine, requests, **options):
+        for request, completion in real(engine, requests, **options):
+            seen.append((options["draft"], len(completion.token_ids), completion.rounds > 0))
+            yield request, completion
+
+    monkeypatch.setattr(drafts, "run_requests", run)
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    sizes = {"lengths": (384,), "policy": "dense", "draft": "window:8+56", "acceptance": 0.9, "weights": None, "cache_format": None}
+    (row,) = drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=140, rounds=1)
+    assert [each[:2] for each in seen] == 3 * [(None, 140), ("window:8+56", 140)]
+    assert seen[-1] == ("window:8+56", 140, True)
+    assert not any(found for draft, _, found in seen if draft is None)
+    assert row["times"] == row["plain_s"] / row["drafted_s"]
+    assert 1 <= row["tokens_per_round"] <= TOKENS
+    assert draft_round_cells(row)[5:8] == ("`dense`", "`window:8+56`", "0.9")
+    assert rounds.accept is accept, "only rounds that are compiled inside are replayed"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
+def test_acceptance_is_that_of_the_tokens_of_a_round(share):
+    assert drafts.acceptance_of(sum(share**place for place in range(TOKENS))) == pytest.approx(share, abs=1e-6)
+
+
+def test_every_token_of_drafts_is_compared_with_dense():
+    sizes = {"lengths": [160], "policies": ["dense"], "prompts": 2, "answer": 10}
+    (row,) = drafts.acceptance_rows(kvjax.load("needle"), "A tale of two cities. " * 90, **sizes, say=lambda what: None)
+    assert (row["acceptance"], row["equal"], row["of"]) == (1.0, 20, 20), "dense agrees with itself"
+    assert acceptance_cells(row)[3:] == ("2 of 10", "8.0 of 8", "1.000", "20 of 20")
