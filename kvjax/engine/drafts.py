@@ -99,7 +99,7 @@ def stands_alone(static: StepStatic, inputs: StepInputs) -> bool:
     """Whether each token of a step of several has the bits that it has in a step of its own: a dense step of few tokens
     by kernels, over pages that are not packed, without windows or states. Decided while tracing."""
     layers = static.decoder.config.layers
-    plain = all(isinstance(layer.mixer, AttentionLayer) and layer.mixer.window is None for layer in layers)
+    plain = all(isinstance(each.mixer, AttentionLayer) and each.mixer.window is each.mixer.share_with is None for each in layers)
     few = inputs.tokens.shape[0] * static.draft.tokens <= MAX_ROWS
     if not (few and plain and isinstance(static.policy, Dense) and static.shards.mesh is None) or inputs.cache.hot is not None:
         return False
@@ -144,9 +144,9 @@ def _rewound(written: Cache, before: Cache) -> Cache:
 
 def _verify_together(static: StepStatic, inputs: StepInputs, drafted: Int[Array, "B T"]):
     """By one step of all tokens. Those whose keys would be cut into other spans in a step of their own are dropped."""
-    lengths, alike = inputs.cache.lengths, functools.partial(_alike, static, drafted.shape)
+    lengths, alike = inputs.cache.lengths, _alike(static, drafted.shape, inputs.cache)
     logits, cache, states, reads = decode(static, inputs._replace(tokens=drafted))
-    same = jnp.arange(drafted.shape[1]) < alike(inputs.cache)[:, None]
+    same = jnp.arange(drafted.shape[1]) < alike[:, None]
     sampled = accept(logits, inputs.rows, lengths, jnp.where(same, drafted, -1), inputs.active, inputs.counts)
     cache = cache.replace(lengths=lengths + sampled.accepted)
     return sampled, cache, states_after(states, sampled.accepted), reads
@@ -155,9 +155,9 @@ def _verify_together(static: StepStatic, inputs: StepInputs, drafted: Int[Array,
 def _alike(static: StepStatic, shape: tuple[int, int], cache: Cache) -> Int[Array, "B"]:
     """How many of the tokens that a step writes have the bits of their own steps in all layers."""
     found = []
-    for layer in static.decoder.config.layers:
+    for layer, kept_in in zip(static.decoder.config.layers, cache.layers, strict=True):
         q = jax.ShapeDtypeStruct((*shape, layer.mixer.num_heads, layer.mixer.head_dim), static.decoder.config.compute_dtype)
-        found.append(queries_alike(q, cache.layers[0].pages, cache.lengths + shape[1]))
+        found.append(queries_alike(q, kept_in.pages, cache.lengths + shape[1]))
     return functools.reduce(jnp.minimum, found)
 
 

@@ -499,9 +499,14 @@ class Scheduler:
 
     def _rounds(self, batch: Batch) -> DecodeGroup | None:
         """The next rounds of a batch; None: it steps, because that is faster, or until their program is compiled."""
-        rounds = self._drafting_of(batch.policy).next()
-        group = None if rounds is None else batch.group(1, rounds, self.engine.config.max_positions)
-        return group if group is not None and group.launch is not None and self.engine.has_program(group) else None
+        rounds, longest = self._drafting_of(batch.policy).next(), self.engine.config.max_positions
+        group = None if rounds is None else batch.group(1, rounds, longest)
+        if group is None or group.launch is None or not self.engine.has_program(group):
+            return None
+        if self._pending:  # steps before rounds are read first: their time is not that of the rounds
+            self._read()
+            group = batch.group(1, rounds, longest)
+        return group
 
     def _drafting_of(self, policy: DecodePolicy) -> Drafting:
         if policy not in self._drafting:

@@ -371,3 +371,25 @@ def test_rows_of_state_are_put_back(always, monkeypatch):
     found = answers(engine, request, draft="window:1+16")
     jax.clear_caches()
     assert told(found[0]) != told(expected[0])
+
+
+def test_no_step_is_in_flight_when_rounds_are_launched(monkeypatch):
+    """Else the rounds would seem to take no time, because the step is read after them."""
+    engine = engine_of(shallow(make_family("llama")), ("dense", "window:1+16"))
+    scheduler = Scheduler(engine, slots=4, draft="window:1+16")
+    turn, real, seen = iter([None, None, True] * 100), Engine.step, []
+
+    def step(self, plan):
+        if any(group.launch is not None for group in plan.decodes):
+            seen.append(scheduler._pending)
+        return real(self, plan)
+
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch if next(turn) else None)
+    handles = [scheduler.submit(each) for each in requests_of(None)]
+    while not scheduler.idle:
+        scheduler.step()
+    assert len(seen) > 2
+    assert not any(seen)
+    assert all(each.completion.error is None for each in handles)
