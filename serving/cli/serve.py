@@ -17,6 +17,7 @@ from kvjax.serving.cli.options import (
     MEMORY,
     OUTPUT,
     POLICY,
+    DraftOption,
     EngineOptions,
     byte_count,
     named_as_options,
@@ -80,6 +81,7 @@ def serve_command(
     max_gap_ms: Annotated[
         float | None, option("Longest time between two tokens while others are prefilled. [default: no bound]", **number(above=0))
     ] = None,
+    draft: DraftOption = None,
     idle_minutes: Annotated[float, option("An idle session ends after so long.", **number(above=0))] = 30.0,
     demote_seconds: Annotated[
         float | None,
@@ -127,7 +129,8 @@ def serve_command(
     kept = {"host_bytes": engine.host_memory, "disk": engine.disk, "disk_bytes": engine.disk_size}
     if len({engine.disk is None, engine.disk_size is None, engine.disk is None or engine.host_memory is None}) > 1:
         raise typer.BadParameter("--disk goes together with --disk-size and --host-memory: give all three", param_hint="--disk")
-    setup = dataclasses.replace(engine, host_memory=None, disk=None, disk_size=None).setup()
+    with named_as_options():
+        setup = dataclasses.replace(engine, host_memory=None, disk=None, disk_size=None).setup(draft=draft)
     from kvjax.serving.server.grpc_server import Server
     from kvjax.serving.server.metrics import Metrics
     from kvjax.serving.server.options import ServerOptions
@@ -146,7 +149,8 @@ def serve_command(
     metrics = Metrics()
     limits = {"allow_policies": allow_policy or (), "max_policies": max_policies, "max_history": max_history}
     limits |= {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
-    runtime = SessionRuntime(runs, slots=engine.max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, state=state, **kept, **limits)
+    limits |= {"slots": engine.max_batch, "max_gap_ms": max_gap_ms, "draft": draft}
+    runtime = SessionRuntime(runs, observe=metrics.observe, state=state, **kept, **limits)
     server = Server(runtime, metrics, options)
     for each in runtime.policies:  # so that no client waits for a compiler
         typer.echo(f"compiling {each}", err=True)

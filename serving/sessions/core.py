@@ -61,6 +61,7 @@ class SessionCore:
         *,
         slots: int | None,
         max_gap_ms: float | None,
+        draft: str | DecodePolicy | None,
         observe: Callable[[str, float], None],
         clock: Callable[[], float],
         journal: Journal | None = None,
@@ -71,7 +72,7 @@ class SessionCore:
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
         hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
-        self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
+        self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, draft=draft, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
         self._heard: dict[Run, list[int]] = {}  # tokens of the step under way
         self._journal = journal

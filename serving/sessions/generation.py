@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvjax.scheduler.scheduler import Handle
     from kvjax.serving.sessions.throttle import Throttle
 
-SPREAD_S = 0.05
-"""Over how many seconds the tokens of one launch are spread at most."""
+SPREAD_S = 0.0125
+"""The most seconds between two tokens of one launch."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,7 +62,7 @@ class Run:
     def add(self, *tokens: int) -> None:
         """Tokens have come, several from one launch. Called in the runtime's thread."""
         now = time.monotonic()
-        gap = 0.0 if self.latest is None else min(now - self.latest, SPREAD_S) / len(tokens)
+        gap = 0.0 if self.latest is None else min((now - self.latest) / len(tokens), SPREAD_S)
         self.spread, self.latest = (len(self.tokens), now, gap), now
         self.tokens += tokens
         if self.awaited:

@@ -68,7 +68,7 @@ class SessionRuntime:
         capacity: sessions at once. At capacity, `create` ends the idle one that was used longest ago.
         slots: generations that run at once, as in `kvjax.Scheduler`. It fixes the batch bucket, on which bits depend.
             Others wait.
-        max_gap_ms: as in `kvjax.Scheduler`.
+        max_gap_ms, draft: as in `kvjax.Scheduler`. Sessions may name the policy of `draft`, too.
         idle_ttl_s: seconds after which an idle session ends. Only time in which a runtime has the session counts.
         demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when
             others need the room. They come back, with the same bits, when the session is used.
@@ -95,6 +95,7 @@ class SessionRuntime:
         capacity: int = 64,
         slots: int | None = None,
         max_gap_ms: float | None = None,
+        draft: str | DecodePolicy | None = None,
         idle_ttl_s: float = 1800.0,
         demote_after_s: float | None = None,
         host_bytes: int | None = None,
@@ -139,7 +140,7 @@ class SessionRuntime:
             raise ValueError("pages go to disk when host memory is full: give host_bytes and disk_bytes with disk")
         engine.suspended.limit(host_bytes, None if disk is None else file_path(disk), disk_bytes or 0)
         journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
-        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal}
+        options = {"slots": slots, "max_gap_ms": max_gap_ms, "draft": draft, "observe": told, "clock": clock, "journal": journal}
         try:
             self._core = SessionCore(engine, limits, self._policies, **options)
         except BaseException:

@@ -25,6 +25,7 @@ from kvjax.client.errors import (
     SessionNotFound,
 )
 from kvjax.engine import prefill_runner
+from kvjax.scheduler.drafting import Drafting
 from kvjax.serving.sessions.journal import HEAD, Journal
 from kvjax.serving.sessions.session import Record, Violation, Window, check_invariants
 
@@ -97,6 +98,23 @@ def check_ways(runtime, tokens, policy):
     streams = [each.generate(max_new_tokens=12, stop_token_ids=()) for each in company]
     assert said(runtime.create(tokens, policy=policy), temperature=1.0, seed=11) == expected
     assert all(len(list(stream)) == 12 for stream in streams)
+
+
+def test_sessions_say_the_same_with_drafts(engine, monkeypatch):
+    """Also where a client leaves in the middle of a launch: what it took joins the history, and the rest is dropped."""
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
+    found = []
+    for draft in (None, TOP):
+        with SessionRuntime(engine, slots=4, draft=draft) as used:
+            session = used.create(TEXT[:60])
+            told = said(session, 40, temperature=1.0, seed=3)
+            session.append([5, 6])
+            stream = session.generate(max_new_tokens=40, stop_token_ids=())
+            told += [next(stream) for _ in range(3)]
+            stream.cancel()
+            found.append((told, session.info().history_tokens, said(session, 20)))
+    assert found[0] == found[1]
 
 
 def test_turns_equal_one_append_of_the_same_ids(runtime):

@@ -282,7 +282,7 @@ def test_tokens_that_are_late_go_together():
     assert stream.ready(Throttle(1e6)) == [1, 2]
 
 
-@pytest.mark.parametrize(("before", "spread"), [(0.04, (0.04, SPREAD_S)), (60.0, (SPREAD_S, SPREAD_S))])
+@pytest.mark.parametrize(("before", "spread"), [(0.04, (0.04, 4 * SPREAD_S)), (60.0, (4 * SPREAD_S, 4 * SPREAD_S))])
 def test_they_are_spread_over_the_time_of_their_launch(before, spread):
     """But a launch that waited for the prompts of others holds none of them back for long."""
     run, _ = generation()
