@@ -59,7 +59,7 @@ class Drafting:
         rounds = max(1, min(LAUNCH, (page_size + 1) // draft.tokens))
         self.draft, self._launch = draft, Launch(rounds, None, rounds * draft.tokens, draft)
         self._round, self._tried, self._last, self._resting = False, False, None, 0
-        self._plain = 0.0  # seconds of a token
+        self._plain, self._told = 0.0, False  # seconds of a token; whether the log knows that rounds are faster
         self._begin()
 
     def _begin(self) -> None:
@@ -90,8 +90,13 @@ class Drafting:
             self._resting = max(REST, math.ceil(lost / (LOSS * self._plain)))
             said = "drafts by %s take %.2f ms a token, and steps %.2f ms: none for %d launches"
             logger.info(said, self.draft.policy, 1e3 * self._seconds / self._tokens, 1e3 * self._plain, self._resting)
+            self._told = False
             self._turn(to_rounds=False)
         elif self._count >= ROUNDS:
+            if not self._told:
+                said = "drafts by %s take %.2f ms a token, and steps %.2f ms: rounds go on"
+                logger.info(said, self.draft.policy, 1e3 * self._seconds / self._tokens, 1e3 * self._plain)
+            self._told = True
             self._begin()
 
     def interrupted(self) -> None:

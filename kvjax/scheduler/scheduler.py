@@ -74,8 +74,9 @@ class Scheduler:
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
     (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. draft: a
     policy that drafts tokens for the requests' own policies to verify, in rounds of one launch, where that is faster by
-    the clock; the answer has the same bits (docs/drafts.md). While a
-    request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
+    the clock; the answer has the same bits (docs/drafts.md).
+
+    While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has
     no limit; `waiting` says how many wait, for callers that limit it. Use it from one thread at a time, as the engine,

@@ -26,6 +26,7 @@ from kvjax.serving.cli.options import (
 if TYPE_CHECKING:
     from kvjax.engine.engine import Engine
     from kvjax.model.protocols import Model
+    from kvjax.scheduler.request import Completion
 
 
 @takes_engine(first=("model", "policy", "file", "chat", "max_new_tokens"), without=("max_batch", "data"))
@@ -152,12 +153,19 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool, draft: s
             f"{completion.prompt_tokens:,} prompt tokens in {times[0] - started:.1f} s",
             f"{len(times):,} generated ({completion.finish_reason}) at {rate:.1f} tokens/s",
             f"{completion.blocks_per_step:,.1f} blocks and {completion.keys_per_step:,.0f} keys read per step",
-            *([f"{completion.round_tokens:,} tokens in {completion.rounds:,} rounds of drafts"] if completion.rounds else []),
+            *([] if draft is None else [_drafted(completion)]),
             *([] if engine.last_choice is None else [f"{engine.policy} chose {engine.last_choice}"]),
         )
         typer.echo("\n".join(lines), err=True)
     if completion.missed is not None:
         typer.echo(f"attention missed: {completion.missed}", err=True)
+
+
+def _drafted(completion: Completion) -> str:
+    """What drafts came to, in a line."""
+    if completion.rounds:
+        return f"{completion.round_tokens:,} tokens in {completion.rounds:,} rounds of drafts"
+    return "no rounds of drafts: the answer ended before their program was compiled, or steps were faster"
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:

@@ -32,7 +32,7 @@ def core(engine, request):
     engine.suspended.limit(request.param)
     now = [0.0]
     hooks = {"observe": lambda name, value: None, "clock": lambda: now[0]}
-    made = SessionCore(engine, Limits(**limits), PolicyTable(engine), slots=4, max_gap_ms=None, **hooks)
+    made = SessionCore(engine, Limits(**limits), PolicyTable(engine), slots=4, max_gap_ms=None, draft=None, **hooks)
     made.now = now
     for _ in range(MANY):
         occupied(made)
