@@ -10,6 +10,7 @@ policy draws the same token there. So the answer has the tokens, and the bits, o
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from kvjax.model.layers import AttentionLayer
 from kvjax.policies.decode import Dense
 from pallas_kernels.attention.gather_attention.mosaic_gpu import queries_alike
 from pallas_kernels.core import dispatch
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 8
 """Up to so many tokens of all sequences together, kernels give each the bits that it has alone."""
@@ -57,7 +60,9 @@ def draft_rounds(
     _, cache, tokens, active, states, rows, counts, ends, following = inputs
     cache = cache if following is None else name_pages(cache, following)
     inputs = inputs._replace(cache=cache, following=None)
-    verify = _verify_together if stands_alone(static, inputs) else _verify_in_turn
+    together = stands_alone(static, inputs)
+    verify = _verify_together if together else _verify_in_turn
+    logger.info("rounds of %d tokens: %s verifies %s", static.draft.tokens, static.policy, "all at once" if together else "one by one")
 
     def one(number: Array, carry):
         pool, states, last, ends, packed, _ = carry

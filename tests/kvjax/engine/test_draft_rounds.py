@@ -12,10 +12,11 @@ from scheduling import asked
 from tiny_models import make_family, shallow
 
 from kvjax import Engine, Request, Sampling, Scheduler, generate, mesh
-from kvjax.cache import pages_of_step
+from kvjax.cache import Cache, pages_of_step
 from kvjax.engine import drafts
-from kvjax.engine.sampling import accept
-from kvjax.engine.steps import Draft
+from kvjax.engine.multi_step import Ends
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.steps import Draft, StepInputs, StepStatic
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.scheduler import drafting
@@ -334,8 +335,18 @@ def test_generate_makes_an_engine_that_drafts(speaker, always):
     assert all(each.rounds for each in found)
 
 
-def test_accept_is_what_verifies():
-    assert drafts.accept is accept
+@pytest.mark.parametrize("together", [False, True])
+def test_rounds_hold_no_second_copy_of_the_cache(together, monkeypatch):
+    monkeypatch.setattr(drafts, "stands_alone", lambda *given: together)
+    model = make_family("llama")
+    engine = Engine(model, "dense", policies=("window:8+24",), pages=2048, batch_buckets=(1,))
+    layers, one = engine._pool.layers, jnp.ones(1, np.int32)
+    cache = Cache(layers, {"full": np.zeros((1, 64), np.int32)}, one, engine.spec)
+    states, ends = engine._policy_set.states.of_batch(engine.policy, [None]), Ends(one, one[:, None])
+    static = StepStatic(model.decoder, engine.policy, engine.indexes, steps=4, draft=Draft(engine.declared("window:8+24"), 8))
+    inputs = StepInputs(model.params, cache, one, one > 0, states, SamplingRows.of([None]), ends=ends)
+    compiled = drafts.draft_rounds.lower(static, inputs).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) / 20
 
 
 @pytest.mark.gpu
