@@ -29,7 +29,7 @@ from kvjax.evaluation.teacher_forcing import text_windows
 from kvjax.generation import run as run_requests
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Model
-from kvjax.scheduler.drafting import TOKENS, Drafting
+from kvjax.scheduler.drafting import TOKENS, Drafting, draft_of
 from kvjax.scheduler.request import Completion, Request
 from kvjax.serving.bench.decode import pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
@@ -45,7 +45,7 @@ def replayed(acceptance: float) -> Iterator[None]:
 
     def thrown(logits, rows, lengths, drafted, active, counts):
         found = accept(logits, rows, lengths, drafted, active, counts)
-        keys = jax.vmap(lambda length: jax.random.fold_in(jax.random.key(0), length))(lengths)
+        keys = jax.vmap(lambda row, length: jax.random.fold_in(jax.random.key(row), length))(jnp.arange(lengths.shape[0]), lengths)
         right = jax.vmap(lambda key: jax.random.uniform(key, drafted.shape[1:]))(keys)[:, 1:] < acceptance
         return found.replace(accepted=jnp.where(active, 1 + jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(axis=1), 0))
 
@@ -104,7 +104,7 @@ def draft_rows(
             "slots": slots,
             "answer": answer,
             "acceptance": acceptance,
-            "round": TOKENS,
+            "round": draft_of(engine, draft, slots).tokens,
             "tokens_per_round": sum(tokens for tokens, _ in counted) / max(1, sum(count for _, count in counted)),
             "plain_s": plain,
             "drafted_s": drafted,

@@ -66,6 +66,14 @@ def arguments(case: Case, name: str, matrix: Callable[[np.random.Generator, int]
     return (x, tuple(matrix(rng, f) for f in case.features)), keywords
 
 
+def of_token(positional: tuple, keywords: dict[str, Any], token: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with one of the tokens."""
+    (x, weights), one = positional, slice(token, token + 1)
+    own = {"rotation": keywords["rotation"] and tuple(y[one] for y in keywords["rotation"])}
+    own["residual"] = None if keywords["residual"] is None else keywords["residual"][one]
+    return (x[one], weights), keywords | own
+
+
 def compare(found: Sequence[jax.Array], expected: Sequence[jax.Array], tolerance: float) -> None:
     """Every row of every result is within the tolerance of its norm."""
     assert len(found) == len(expected)

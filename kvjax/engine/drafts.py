@@ -27,14 +27,14 @@ from kvjax.engine.sampling import Sampled, accept, count_tokens, sample
 from kvjax.engine.step_output import AttentionStats, pack, packed_width
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program, states_after
 from kvjax.model.layers import AttentionLayer
+from kvjax.model.protocols import Params
 from kvjax.policies.decode import Dense
 from pallas_kernels.attention.gather_attention.mosaic_gpu import queries_alike
 from pallas_kernels.core import dispatch
+from pallas_kernels.core.matrices import is_packed
+from pallas_kernels.matmul.project_tokens.mosaic_gpu import tokens_alike
 
 logger = logging.getLogger(__name__)
-
-MAX_ROWS = 8
-"""Up to so many tokens of all sequences together, kernels give each the bits that it has alone."""
 
 ALONE = {("append_tokens", "mosaic_gpu"), ("gather_attention", "mosaic_gpu"), ("project_tokens", "mosaic_gpu")}
 """The ops of a dense step, and the implementations for which that holds."""
@@ -100,12 +100,17 @@ def _packed(sampled: Sampled, reads: AttentionStats) -> Int[Array, "T B C"]:
     return jnp.stack([pack(jax.tree.map(lambda leaf, at=at: leaf[:, at], told), none if at else reads) for at in range(count)])
 
 
+def rows_alike(params: Params) -> int:
+    """Tokens of all sequences up to which kernels give each the bits that it has alone."""
+    return tokens_alike(packed=any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))))
+
+
 def stands_alone(static: StepStatic, inputs: StepInputs) -> bool:
     """Whether each token of a step of several has the bits that it has in a step of its own: a dense step of few tokens
     by kernels, over pages that are not packed, without windows or states. Decided while tracing."""
     layers = static.decoder.config.layers
     plain = all(isinstance(each.mixer, AttentionLayer) and each.mixer.window is each.mixer.share_with is None for each in layers)
-    few = inputs.tokens.shape[0] * static.draft.tokens <= MAX_ROWS
+    few = inputs.tokens.shape[0] * static.draft.tokens <= rows_alike(inputs.params)
     if not (few and plain and isinstance(static.policy, Dense) and static.shards.mesh is None) or inputs.cache.hot is not None:
         return False
     if any(each is not None and each.pages.packed for each in inputs.cache.layers):

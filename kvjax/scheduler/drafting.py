@@ -8,6 +8,7 @@ import time
 
 import jax
 
+from kvjax.engine.drafts import rows_alike
 from kvjax.engine.engine import Engine
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.step_plan import Launch
@@ -19,8 +20,8 @@ from kvjax.policies.decode.base import is_watched
 logger = logging.getLogger(__name__)
 
 TOKENS, LAUNCH = 8, 4
-"""Tokens of a sequence in a round: as many as kernels verify together. Rounds in a launch: between two launches the
-device waits for the host."""
+"""Most tokens of a sequence in a round; fewer if kernels could not verify those of all rows together. Rounds in a
+launch: between two launches the device waits for the host."""
 
 PLAIN, ROUNDS = 8, 4
 """Launches of each kind that are timed before they are compared."""
@@ -33,8 +34,9 @@ LOSS, REST = 0.02, 64
 many launches of them."""
 
 
-def draft_of(engine: Engine, name: str | DecodePolicy) -> Draft:
-    """How rounds draft by a policy of the engine. ValueError for a policy that cannot draft, and for a mesh."""
+def draft_of(engine: Engine, name: str | DecodePolicy, rows: int) -> Draft:
+    """How rounds of a batch of so many rows draft by a policy of the engine. ValueError for a policy that cannot draft,
+    and for a mesh."""
     policy = engine.declared(name)
     if engine.mesh is not None:
         raise ValueError(f"draft {policy} is for one device, and this engine runs on {engine.mesh.size}: leave draft out")
@@ -43,7 +45,7 @@ def draft_of(engine: Engine, name: str | DecodePolicy) -> Draft:
         raise ValueError(
             f"draft {policy} keeps a state or chooses another policy, and dropped drafts must leave nothing: name another policy"
         )
-    return Draft(policy, TOKENS)
+    return Draft(policy, max(2, min(TOKENS, rows_alike(engine.model.params) // rows)))
 
 
 class Drafting:

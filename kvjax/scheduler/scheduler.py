@@ -116,7 +116,7 @@ class Scheduler:
         led, several = engine.guard.together is not None, several_processes(engine.mesh)
         self._by_clock = not (led or several)
         self._launches = LaunchSize(steps_per_launch, single=engine.on_cpu or (several and not led))
-        self._draft = None if draft is None else _draft_of(engine, draft)
+        self._draft = None if draft is None else _draft_of(engine, draft, bucket)
         self._drafting: dict[DecodePolicy, Drafting] = {}
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
@@ -699,8 +699,8 @@ class Scheduler:
             self._finished.append(state.handle)
 
 
-def _draft_of(engine: Engine, policy: str | DecodePolicy) -> Draft:
+def _draft_of(engine: Engine, policy: str | DecodePolicy, rows: int) -> Draft:
     """See `kvjax.scheduler.drafting.draft_of`."""
     from kvjax.scheduler.drafting import draft_of
 
-    return draft_of(engine, policy)
+    return draft_of(engine, policy, rows)

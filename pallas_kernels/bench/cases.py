@@ -238,8 +238,8 @@ def _cases() -> Iterator[Case]:
     for tokens, batch in ((131072, 1), (16384, 8)):  # enough different pages for many calls to exceed a cache
         for policy in ("open", "bounds128", "bounds16"):
             yield Case("append", "qwen2.5-7b", tokens, batch, policy)
-    for shape in ("qwen2.5-7b", "llama-3.1-8b"):
-        for batch in (1, 8):
+    for shape, batches in (("qwen2.5-7b", (1, 8, 16, 32, 64)), ("llama-3.1-8b", (1, 8))):
+        for batch in batches:
             yield from (Case("project", shape, 0, batch, policy) for policy in PROJECTIONS)
     for format in PACKED:
         for batch in (1, 8, 16):

@@ -85,22 +85,22 @@ def prefetch(ref, offset_bytes) -> None:
     lanes.ptx("prefetch.global.L2 [$0];", lanes.address(ref, offset_bytes))
 
 
-def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None) -> None:
-    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte
-    pieces permuted by row.
+def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None, threads: int = 32) -> None:
+    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, 16-byte pieces permuted by
+    row; by one warp, or by the first `threads` of the CTA, more than 32.
 
     place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether the row
     exists; else zeros). `swizzled` says where pieces land. around: see `copy_async_16_bytes`.
     """
-    pieces = row_bytes // 16
-    for first in range(0, rows * pieces, 32):
-        i = lanes.lane() + first
+    pieces, mine = row_bytes // 16, lanes.lane() if threads == 32 else lanes.thread()
+    for first in range(0, rows * pieces, threads):
+        i = mine + first
         row, piece = i // pieces, i % pieces
-        if pieces % 32 == 0:  # all lanes have one row; the compiler does not see that
-            row, piece = lanes.i32(first // pieces), lanes.lane() + first % pieces
+        if pieces % threads == 0:  # all lanes have one row; the compiler does not see that
+            row, piece = lanes.i32(first // pieces), mine + first % pieces
         ref, block, block_bytes, start, there = place(row)
         target = offset + swizzled(row, piece, row_bytes)
-        with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
+        with lanes.when(i < rows * pieces) if first + threads > rows * pieces else contextlib.nullcontext():
             source = {"block": block, "block_bytes": block_bytes, "there": there}
             copy_async_16_bytes(shared, target, ref, start + piece * 16, **source, around=around)
 

@@ -600,5 +600,15 @@ def publish_to_tensor_cores() -> None:
 def cluster_barrier() -> None:
     """Wait for all threads of the cluster. Their earlier writes to each other's shared memory are visible
     afterwards."""
+    cluster_arrive()
+    cluster_wait()
+
+
+def cluster_arrive() -> None:
+    """The first half of `cluster_barrier`: this thread has come."""
     ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+
+
+def cluster_wait() -> None:
+    """The second half: wait until all have come, and see what they wrote before."""
     ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)

@@ -67,9 +67,8 @@ def project_tokens(
 
     Only `xla` can be differentiated; name it where a gradient of a few tokens is wanted on a GPU.
 
-    On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, of packed matrices 16, which are bound by the bytes of
-    the weights. "xla" runs calls of more tokens, drafted ones (T * B) included: its products read arrays once too, and
-    at 8 tokens take 0.97 to 1.43 times as long.
+    On a Hopper GPU, "mosaic_gpu" runs calls of up to 64 tokens, of packed matrices 16, which are bound by the bytes of
+    the weights. "xla" runs calls of more tokens, drafted ones (T * B) included.
 
     Packed matrices: "mosaic_gpu" takes matrices of one format, whose blocks are whole rows or have a multiple of 64
     columns (int4: 128). It reads codes and scales once, and multiplies float32 sums by the scales. It multiplies codes
@@ -86,9 +85,10 @@ def project_tokens(
     own, and multiplies fp8 by fp8. Calls of fewer tokens read these matrices as any of fp8.
 
     Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between
-    (normalised tokens, a product before its bias). A token's result does not depend on the other tokens of the call,
-    but on how many they are: a call with more than an implementation takes goes to another one, and "mosaic_gpu"
-    multiplies int8 and int4 of more than 8 tokens as numbers.
+    (normalised tokens, a product before its bias). A token's result does not depend on the other tokens of the call.
+    On a GPU it depends on how many there are only where these go to another implementation, or are more than 8 by
+    matrices of int8 and int4, which "mosaic_gpu" then multiplies as numbers: up to 64 tokens of arrays have the bits
+    that they have alone.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run
     here.

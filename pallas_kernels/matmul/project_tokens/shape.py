@@ -147,9 +147,14 @@ class Shape:
         return -(-(self.width // self.operands.chunk) // (self.warps * self.split))
 
     @property
+    def token_rows(self) -> int:
+        """Rows of tokens in a chunk, with that of the norm."""
+        return self.tokens + (self.norm_eps is not None)
+
+    @property
     def slot_words(self) -> int:
         """Words of a chunk: the rows of weights, of the tokens and of the norm."""
-        return self.rows * self.row_words + (self.tokens + (self.norm_eps is not None)) * self.token_words
+        return self.rows * self.row_words + self.token_rows * self.token_words
 
     @property
     def most_depth(self) -> int:

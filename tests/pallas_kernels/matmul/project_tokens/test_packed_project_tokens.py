@@ -15,13 +15,13 @@ import projection_suite
 import pytest
 from emulator.kernels import kernels
 from far_pools import needs_memory
-from projection_suite import compare, packed_case
+from projection_suite import compare, of_token, packed_case
 from quick_cases import one_in, rest_long
 
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.matrices import DTYPES, MatrixFormat, PackedMatrix
 from pallas_kernels.hopper.threads import lane_codes, lane_copies, lane_pairs, lanes
-from pallas_kernels.matmul.project_tokens import digits, mosaic_gpu, operands, project_tokens
+from pallas_kernels.matmul.project_tokens import digits, mosaic_gpu, operands, project_tokens, tiles
 from pallas_kernels.matmul.project_tokens.api import FEW
 
 
@@ -163,9 +163,8 @@ def test_emulated_a_tokens_bits_do_not_depend_on_company(tools, case):
     (x, weights), keywords = arguments(case)
     together = emulated(x, weights, **keywords)
     for token in (0, x.shape[0] - 1):
-        rows = {"rotation": keywords["rotation"] and tuple(y[token : token + 1] for y in keywords["rotation"])}
-        rows["residual"] = None if keywords["residual"] is None else keywords["residual"][token : token + 1]
-        for a, b in zip(together, emulated(x[token : token + 1], weights, **keywords | rows), strict=True):
+        (one, _), own = of_token((x, weights), keywords, token)
+        for a, b in zip(together, emulated(one, weights, **own), strict=True):
             tools.assert_same_bits(a[token : token + 1], b)
 
 
@@ -175,11 +174,11 @@ def _of(owner, name: str, make):
 
 
 def _scales(change):
-    return _of(mosaic_gpu._Tiles, "_load_scale", lambda load: lambda self, ref, at: change(load, self, ref, at))
+    return _of(tiles.Tiles, "_load_scale", lambda load: lambda self, ref, at: change(load, self, ref, at))
 
 
 def _locating(shift):
-    return _of(mosaic_gpu._Tiles, "_blocks", lambda blocks: lambda self, n: blocks(self, n + shift))
+    return _of(tiles.Tiles, "_blocks", lambda blocks: lambda self, n: blocks(self, n + shift))
 
 
 PLANTED = {
@@ -202,7 +201,7 @@ PLANTED = {
     "tokens are not paired": _of(lane_codes, "paired", lambda f: list),
     "pairs in reverse": _of(lane_codes, "paired", lambda f: lambda words: f(words)[::-1]),
     "zeros of 8": _of(lane_codes, "zero_word", lambda f: lambda zero, dtype: f(zero * 0 + 8, dtype)),
-    "rows g and g + 8 exchanged": _of(mosaic_gpu._Tiles, "_of_rows", lambda f: lambda self, values, m: f(self, values, m)[::-1]),
+    "rows g and g + 8 exchanged": _of(tiles.Tiles, "_of_rows", lambda f: lambda self, values, m: f(self, values, m)[::-1]),
     "scales of the next chunk": _locating(1),
     "scales of the chunk before": _locating(-1),
     "no scales": _scales(lambda load, self, ref, at: lanes.f32(0.01)),
@@ -218,7 +217,7 @@ PLANTED = {
     "no barrier of a team": _of(lanes, "cluster_barrier", lambda f: lambda: None),
     "nothing is sent in a team": _of(lanes, "store_cluster", lambda f: lambda *args: None),
     "a team's CTAs multiply the same inputs": _of(
-        mosaic_gpu._Tiles, "_chunk", lambda f: lambda self, n: f(dataclasses.replace(self, rank=None), n)
+        tiles.Tiles, "_chunk", lambda f: lambda self, n: f(dataclasses.replace(self, rank=None), n)
     ),
     "8 columns": lambda monkeypatch: monkeypatch.setattr(mosaic_gpu.Shape, "column_tiles", 1),
     "a part of the inputs": lambda monkeypatch: monkeypatch.setattr(operands.Operands, "steps", 1),

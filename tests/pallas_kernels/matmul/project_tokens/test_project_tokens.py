@@ -13,7 +13,7 @@ import paging
 import projection_suite
 import pytest
 from far_pools import needs_memory
-from projection_suite import EPS, Case, compare
+from projection_suite import EPS, Case, compare, of_token
 from quick_cases import one_in, rest_long
 
 from pallas_kernels.core import dispatch
@@ -56,7 +56,17 @@ CASES = {
     "a gate in float32": Case(gated="silu", norm=True, features=(40, 40), residual=True, dtype="float32", tokens=3),
     "odd sizes": Case(width=33, features=(7, 9), norm=True, dtype="float32", tokens=11),
     "many tokens": Case(tokens=40, **QKV),
+    "9 tokens": Case(tokens=9, width=1088, features=(46,)),
+    "32 tokens": Case(tokens=32, width=128, features=(132 * 34, 132 * 34), gated="silu", norm=True),
+    "33 tokens, in blocks": Case(tokens=33, width=576, features=(132 * 20 + 34,), residual=True, norm=True, norm_offset=1.0),
+    "64 tokens of a gate": Case(tokens=64, width=640, features=(132 * 20 - 2,) * 2, gated="silu", norm=True),
+    "48 tokens that turn": Case(tokens=48, width=448, features=(896, 128, 128), **QKV, half=64, rotated=2),
+    "40 tokens of wide inputs": Case(tokens=40, width=8192, features=(300,), out_dtype="float32"),
 }
+
+
+MANY = ["9 tokens", "32 tokens", "33 tokens, in blocks", "64 tokens of a gate", "48 tokens that turn", "40 tokens of wide inputs"]
+"""More tokens than those that one matrix instruction takes."""
 
 
 @functools.cache
@@ -173,15 +183,15 @@ def test_bits_twice_and_in_any_company(tools, name, case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("case", ["a norm", "several tiles of a gate", "three results, of which two turn"])
+@pytest.mark.parametrize("case", ["a norm", "several tiles of a gate", "three results, of which two turn", *MANY])
 def test_bits_alone(tools, case):
     """The kernel gives a token the same bits alone as among others."""
     op = functools.partial(project_tokens, implementation="mosaic_gpu")
     (x, weights), options = arguments(case)
     together = op(x, weights, **options)
     for token in range(x.shape[0]):
-        rotation = options["rotation"] and tuple(y[token : token + 1] for y in options["rotation"])
-        alone = op(x[token : token + 1], weights, **options | {"rotation": rotation})
+        positional, keywords = of_token((x, weights), options, token)
+        alone = op(*positional, **keywords)
         for a, b in zip(together, alone, strict=True):
             tools.assert_same_bits(a[token : token + 1], b)
 
@@ -368,6 +378,12 @@ PRODUCTION = {
     "llama-3.1-8b o with a bias": production(1, 4096, (4096,), summed=True, biased=True),
     "llama-3.1-8b gate and up with biases": production(1, 4096, (14336, 14336), normed=True, gated="silu", biased=True),
     "llama-3.1-8b down with a bias, 8 tokens": production(8, 14336, (4096,), summed=True, biased=True),
+    "qwen2.5-7b q, k, v, 32 tokens": production(32, 3584, (3584, 512, 512), **QKV_7B, biased=True),
+    "qwen2.5-7b down, 32 tokens": production(32, 18944, (3584,), summed=True),
+    "qwen2.5-7b q, k, v, 64 tokens": production(64, 3584, (3584, 512, 512), **QKV_7B, biased=True),
+    "qwen2.5-7b gate and up, 64 tokens": production(64, 3584, (18944, 18944), normed=True, gated="silu"),
+    "qwen2.5-7b down, 64 tokens": production(64, 18944, (3584,), summed=True),
+    "qwen2.5-7b logits, 40 tokens": production(40, 3584, (152064,), out_dtype=jnp.dtype("float32")),
     "narrow": production(3, 64, (64, 32, 32), normed=True, half=16, rotated=2, biased=True),
 }
 
@@ -388,8 +404,8 @@ def test_gpu_form_compiles_for_blackwell_without_spilling(spill_free_on_blackwel
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (production(8, 64, (8,)), None),
-        (production(9, 64, (8,)), "at most 8 tokens, got 9"),
+        (production(64, 64, (8,)), None),
+        (production(65, 64, (8,)), "at most 64 tokens, got 65"),
         (production(1, 64, (8,), "float32"), "bfloat16 or float16, got float32"),
         (production(1, 64, (8,), "float16", normed=True), "more than float16 holds"),
         (production(1, 64, (8,), half=4, rotated=1, summed=True), "cannot both rotate results and add a residual"),
