@@ -28,7 +28,8 @@ from kvjax.engine.step_output import AttentionStats, pack, packed_width
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program, states_after
 from kvjax.model.layers import AttentionLayer
 from kvjax.model.protocols import Params
-from kvjax.policies.decode import Dense
+from kvjax.policies.decode import DecodePolicy, Dense
+from kvjax.policies.decode.held import Held, Listing
 from pallas_kernels.attention.gather_attention.mosaic_gpu import queries_alike
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.matrices import is_packed
@@ -123,24 +124,27 @@ def stands_alone(static: StepStatic, inputs: StepInputs) -> bool:
 
 def _draft(static: StepStatic, inputs: StepInputs) -> tuple[Int[Array, "B T"], Cache, AttentionStats]:
     """The certain tokens and the drafts after them, the cache with all of them but the last one written, and what was
-    read."""
+    read. The first step lists blocks, and the others read those; but not through a hot buffer, which wants to know of
+    every list."""
     policy, rows = static.draft.policy, inputs.rows.replace(ranks=0)
     spec = inputs.cache.spec
     states = tuple(policy.init(each, 1) for each in state_specs(static.decoder.config, spec.group_of(spec.paged[0]).page_size, 1))
-    own = static._replace(policy=policy)
 
-    def step(number: Array, carry):
+    def step(own: DecodePolicy, states: tuple[Any, ...], number: Array, carry):
         pool, drafted, counts, reads = carry
         token = jax.lax.dynamic_index_in_dim(drafted, number, axis=1)
-        logits, after, _, found = decode(own, inputs._replace(cache=inputs.cache.replace(**pool), tokens=token, states=states))
+        given = inputs._replace(cache=inputs.cache.replace(**pool), tokens=token, states=states)
+        logits, after, states, found = decode(static._replace(policy=own), given)
         counts = count_tokens(counts, token[:, 0], inputs.active) if rows.penalises else counts
         chosen = sample(logits[:, 0], rows, after.lengths, counts).tokens
         drafted = jnp.where(jnp.arange(static.draft.tokens) == number + 1, chosen[:, None], drafted)
-        return _pool(after), drafted, counts, jax.tree.map(jnp.add, reads, found)
+        return states, (_pool(after), drafted, counts, jax.tree.map(jnp.add, reads, found))
 
     drafted = jnp.broadcast_to(inputs.tokens[:, None], (inputs.tokens.shape[0], static.draft.tokens))
     carry = _pool(inputs.cache), drafted, inputs.counts, AttentionStats.none(inputs.cache)
-    pool, drafted, _, reads = jax.lax.fori_loop(0, static.draft.tokens - 1, step, carry)
+    first, others = (Listing(policy, static.draft.tokens), Held(policy)) if inputs.cache.hot is None else (policy, policy)
+    listed, carry = step(first, states, jnp.int32(0), carry)
+    pool, drafted, _, reads = jax.lax.fori_loop(1, static.draft.tokens - 1, lambda *given: step(others, listed, *given)[1], carry)
     return drafted, inputs.cache.replace(**pool), reads
 
 
