@@ -66,6 +66,19 @@ def packed_matrix_table(rows: Sequence[Row]) -> str:
     return markdown(columns, ((*_packed_cells(row), f"{row['fraction_of_read']:.2f}", f"{row['error']:.1e}") for row in rows))
 
 
+def product_table(rows: Sequence[Row]) -> str:
+    """Products with 16-bit weights, by how many tokens, beside XLA's."""
+    columns = "shape", "projection", "tokens", "us", "p10 to p90", "of copy", "times XLA's speed", "error"
+    rows = [row for row in rows if row["op"] == "project" and ":" not in row["policy"] and "speedup" in row]
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["shape"], row["policy"], row["batch"])):
+        low, middle, high = (f"{row[key] * 1e6:.1f}" for key in ("p10_s", "median_s", "p90_s"))
+        times = f"{row['speedup']['times']:.2f}"
+        cells = row["shape"], row["policy"], row["batch"], middle, f"{low} to {high}", f"{row['fraction_of_copy']:.2f}", times
+        lines.append((*map(str, cells), f"{row['error']:.1e}"))
+    return markdown(columns, lines)
+
+
 def packed_attention_table(rows: Sequence[Row]) -> str:
     """Attention over packed pages beside that over 16 bits."""
     columns = "case", "MB", "us", "p10 to p90", "TB/s", "of copy", "error", "of 16 bits"
@@ -183,6 +196,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),
+        "products": of(ops, product_table),
         "packed-matrices": of(ops, packed_matrix_table),
         "packed-attention": of(ops, packed_attention_table),
         "packed-prefill": of(ops, packed_prefill_table),
