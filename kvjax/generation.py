@@ -16,6 +16,7 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_seed
 from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.decode.naming import policies_of_draft
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.scheduler.request import Completion, OnToken, Request
@@ -181,7 +182,8 @@ def generate(
     equal prompts draw independently. stream: called with the prompt's number and each new piece of text. details:
     return `Completion` objects instead of text. With n above 1, each prompt gives a list of n texts. on_error: "raise"
     raises what `Completion.error` would hold; with "return" the other prompts continue, and the error is returned in
-    place of the text. draft: a policy that drafts tokens for `policy` to verify, where that is faster (docs/drafts.md).
+    place of the text. draft: a policy that drafts tokens for `policy` to verify, or "lookup", where that is faster
+    (docs/drafts.md).
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
@@ -282,7 +284,7 @@ def engine_for(
     longest = model.config.max_positions  # a longer one is refused when its turn comes
     lengths = [(min(len(prompt) + new_tokens, longest), samples) for prompt in prompts]
     pages = table_width(pages_needed(lengths, slots, 128))
-    return Engine(model, policy, policies=() if draft is None else (draft,), pages=pages, prefill=prefill)
+    return Engine(model, policy, policies=policies_of_draft(draft), pages=pages, prefill=prefill)
 
 
 def pages_needed(requests: Iterable[tuple[int, int]], slots: int, page_size: int) -> int:

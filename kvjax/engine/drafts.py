@@ -1,5 +1,5 @@
-"""Rounds of drafting in one launch: a policy that reads little drafts tokens, and the batch's own policy verifies
-them. Both use one cache, so there is no second model.
+"""Rounds of drafting in one launch: a policy that reads little drafts tokens, or they are looked up, and the batch's
+own policy verifies them. Both use one cache, so there is no second model.
 
 Drafts are drawn with the noise of their places (`kvjax.engine.sampling.sample`), and a draft stays if the verifying
 policy draws the same token there. So the answer has the tokens, and the bits, of steps of one token. Sources:
@@ -21,6 +21,7 @@ from kvjax.axes import WHOLE_COPY
 from kvjax.cache import Cache
 from kvjax.cache.arrays import SlotLayer
 from kvjax.engine.decode_batch import name_pages
+from kvjax.engine.lookup import look_up, with_tokens
 from kvjax.engine.multi_step import Ends, kept
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.sampling import Sampled, accept, count_tokens, sample
@@ -28,8 +29,7 @@ from kvjax.engine.step_output import AttentionStats, pack, packed_width
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program, states_after
 from kvjax.model.layers import AttentionLayer
 from kvjax.model.protocols import Params
-from kvjax.policies.decode import DecodePolicy, Dense
-from kvjax.policies.decode.held import Held, Listing
+from kvjax.policies.decode import Dense
 from pallas_kernels.attention.gather_attention.mosaic_gpu import queries_alike
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.matrices import is_packed
@@ -58,7 +58,7 @@ def draft_rounds(
         one that does not stay; where rows end in the next launch; and what drafting and verifying read together, which
         the host finds in the first row of each round.
     """
-    _, cache, tokens, active, states, rows, counts, ends, following = inputs
+    _, cache, tokens, active, states, rows, counts, ends, history, following = inputs
     cache = cache if following is None else name_pages(cache, following)
     inputs = inputs._replace(cache=cache, following=None)
     together = stands_alone(static, inputs)
@@ -66,9 +66,10 @@ def draft_rounds(
     logger.info("rounds of %d tokens: %s verifies %s", static.draft.tokens, static.policy, "all at once" if together else "one by one")
 
     def one(number: Array, carry):
-        pool, states, last, ends, packed, _ = carry
+        pool, states, last, ends, packed, history, _ = carry
         going = active & ends.going(last.tokens)
         given = inputs._replace(cache=cache.replace(**pool), tokens=last.tokens, active=going, states=states, counts=last.counts)
+        given = given._replace(history=history)
         drafted, written, drafting = _draft(static, given)
         given = given._replace(cache=_rewound(written, given.cache))
         sampled, after, known, verifying = verify(static, given, drafted)
@@ -81,14 +82,16 @@ def draft_rounds(
         newest = sampled.replace(top_tokens=None, top_logprobs=None, counts=None, accepted=None)
         newest = jax.tree.map(lambda leaf: leaf[jnp.arange(going.shape[0]), jnp.maximum(sampled.accepted - 1, 0)], newest)
         last = kept(going, newest, last.replace(counts=None, accepted=None)).replace(counts=sampled.counts, accepted=accepted)
-        return _pool(after), kept(going, known, states), last, ends.replace(left=left), packed, reads
+        if history is not None:
+            history = with_tokens(history, given.cache.lengths, sampled.tokens, jnp.where(going, sampled.accepted, 0))
+        return _pool(after), kept(going, known, states), last, ends.replace(left=left), packed, history, reads
 
     size, ranks = tokens.shape[0], min(rows.ranks, static.decoder.config.vocab_size)
     none = jnp.zeros(size, jnp.int32)
     last = Sampled(tokens, jnp.zeros(size, jnp.float32), jnp.ones(size, bool), counts=counts, accepted=none)
     packed = jnp.zeros((static.steps, static.draft.tokens, size, packed_width(ranks)), jnp.int32)
-    carry = _pool(cache), states, last, ends, packed, AttentionStats.none(cache)
-    pool, states, last, ends, packed, reads = jax.lax.fori_loop(0, static.steps, one, carry)
+    carry = _pool(cache), states, last, ends, packed, history, AttentionStats.none(cache)
+    pool, states, last, ends, packed, _, reads = jax.lax.fori_loop(0, static.steps, one, carry)
     return last, packed.reshape(-1, *packed.shape[2:]), ends, cache.replace(**pool), states, reads
 
 
@@ -124,27 +127,27 @@ def stands_alone(static: StepStatic, inputs: StepInputs) -> bool:
 
 def _draft(static: StepStatic, inputs: StepInputs) -> tuple[Int[Array, "B T"], Cache, AttentionStats]:
     """The certain tokens and the drafts after them, the cache with all of them but the last one written, and what was
-    read. The first step lists blocks, and the others read those; but not through a hot buffer, which wants to know of
-    every list."""
+    read."""
+    if static.draft.policy is None:
+        drafted = look_up(inputs.history, inputs.cache.lengths, static.draft.tokens - 1)
+        return jnp.concatenate([inputs.tokens[:, None], drafted], axis=1), inputs.cache, AttentionStats.none(inputs.cache)
     policy, rows = static.draft.policy, inputs.rows.replace(ranks=0)
     spec = inputs.cache.spec
     states = tuple(policy.init(each, 1) for each in state_specs(static.decoder.config, spec.group_of(spec.paged[0]).page_size, 1))
+    own = static._replace(policy=policy)
 
-    def step(own: DecodePolicy, states: tuple[Any, ...], number: Array, carry):
+    def step(number: Array, carry):
         pool, drafted, counts, reads = carry
         token = jax.lax.dynamic_index_in_dim(drafted, number, axis=1)
-        given = inputs._replace(cache=inputs.cache.replace(**pool), tokens=token, states=states)
-        logits, after, states, found = decode(static._replace(policy=own), given)
+        logits, after, _, found = decode(own, inputs._replace(cache=inputs.cache.replace(**pool), tokens=token, states=states))
         counts = count_tokens(counts, token[:, 0], inputs.active) if rows.penalises else counts
         chosen = sample(logits[:, 0], rows, after.lengths, counts).tokens
         drafted = jnp.where(jnp.arange(static.draft.tokens) == number + 1, chosen[:, None], drafted)
-        return states, (_pool(after), drafted, counts, jax.tree.map(jnp.add, reads, found))
+        return _pool(after), drafted, counts, jax.tree.map(jnp.add, reads, found)
 
     drafted = jnp.broadcast_to(inputs.tokens[:, None], (inputs.tokens.shape[0], static.draft.tokens))
     carry = _pool(inputs.cache), drafted, inputs.counts, AttentionStats.none(inputs.cache)
-    first, others = (Listing(policy, static.draft.tokens), Held(policy)) if inputs.cache.hot is None else (policy, policy)
-    listed, carry = step(first, states, jnp.int32(0), carry)
-    pool, drafted, _, reads = jax.lax.fori_loop(1, static.draft.tokens - 1, lambda *given: step(others, listed, *given)[1], carry)
+    pool, drafted, _, reads = jax.lax.fori_loop(0, static.draft.tokens - 1, step, carry)
     return drafted, inputs.cache.replace(**pool), reads
 
 
@@ -159,7 +162,7 @@ def _rewound(written: Cache, before: Cache) -> Cache:
 def _verify_together(static: StepStatic, inputs: StepInputs, drafted: Int[Array, "B T"]):
     """By one step of all tokens. Those whose keys would be cut into other spans in a step of their own are dropped."""
     lengths, alike = inputs.cache.lengths, _alike(static, drafted.shape, inputs.cache)
-    logits, cache, states, reads = decode(static, inputs._replace(tokens=drafted))
+    logits, cache, states, reads = decode(static, inputs._replace(tokens=jnp.maximum(drafted, 0)))
     same = jnp.arange(drafted.shape[1]) < alike[:, None]
     sampled = accept(logits, inputs.rows, lengths, jnp.where(same, drafted, -1), inputs.active, inputs.counts)
     cache = cache.replace(lengths=lengths + sampled.accepted)

@@ -90,7 +90,7 @@ class Launched:
 
 def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, launch: Launch | None) -> tuple[Hashable, ...]:
     """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables."""
-    which = (1,) if launch is None else (launch.steps, launch.draft, *launch.ends.stop_ids.shape)
+    which = (1,) if launch is None else launch.program
     return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, *which
 
 
@@ -510,8 +510,7 @@ class Engine:
         rows: SamplingRows,
         launch: Launch | None,
     ) -> None:
-        shapes = launch and dataclasses.replace(launch, ends=Ends.shape_of(*launch.ends.stop_ids.shape))
-        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, shapes)
+        call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, launch and launch.shapes())
         self._compile_ahead.begin(_program(policy, widths.values(), rows, launch), call)
 
     def _widths(self, tokens: int) -> dict[str, int]:
@@ -851,7 +850,7 @@ class Engine:
         """Run a group that was checked, and keep its result. Waits for the device if it had drafts."""
         launch, step, sampling = group.launch, decode_and_sample, (self._on_device(group.sampling), group.counts)
         if launch is not None:
-            step, sampling = decode_steps, (*sampling, launch.ends)
+            step, sampling = decode_steps, (*sampling, *launch.arrays)
             if launch.draft is not None:
                 from kvjax.engine.drafts import draft_rounds as step
         sizes = {"written": group.written, "launch": launch, "reach": group.reach}

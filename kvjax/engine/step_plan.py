@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from kvjax.cache import MAX_STEP_TOKENS
 from kvjax.checks import token_ids, whole_number
+from kvjax.compilation import shape_of
 from kvjax.engine.decode_batch import Written, in_bucket
 from kvjax.engine.multi_step import Ends
 from kvjax.engine.sampling import Sampled, SamplingRows
@@ -33,12 +34,29 @@ class Launch:
     where rows end; the result has those of the next launch. written: the most tokens that these steps write, in every
     row or row by row; a row that ends early writes fewer, and must not be used afterwards without correcting its
     sequence's length. draft: so many rounds in place of steps (`kvjax.engine.drafts`); then `Sampled.accepted`
-    says how many tokens each row has more."""
+    says how many tokens each row has more. history: for drafts that are looked up, the tokens of each row, its latest
+    one the last, with room for those that the launch makes."""
 
     steps: int
     ends: Ends
     written: Written
     draft: Draft | None = None
+    history: Int[Array, "B M"] | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The fields of `StepInputs` after those of sampling."""
+        return self.ends, self.history
+
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What its program is compiled for, besides what every step's is."""
+        return self.steps, self.draft, *self.ends.stop_ids.shape, *(() if self.history is None else self.history.shape)
+
+    def shapes(self) -> Launch:
+        """The same with shapes in place of arrays."""
+        history = None if self.history is None else shape_of(self.history.shape, np.int32)
+        return dataclasses.replace(self, ends=Ends.shape_of(*self.ends.stop_ids.shape), history=history)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

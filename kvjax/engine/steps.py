@@ -49,10 +49,10 @@ from pallas_kernels.core import pages
 
 
 class Draft(NamedTuple):
-    """How tokens are drafted. policy: keeps no state. tokens: of a sequence that a round writes at most, the certain
-    one among them."""
+    """How tokens are drafted. policy: keeps no state; None: they are looked up (`kvjax.engine.lookup`). tokens: of a
+    sequence that a round writes at most, the certain one among them."""
 
-    policy: DecodePolicy
+    policy: DecodePolicy | None
     tokens: int
 
 
@@ -77,7 +77,7 @@ class StepInputs(NamedTuple):
 
     cache: its lengths do not count the new tokens. tokens: `[B, T]`; where the step samples, `[B]` without drafts.
     states: one per layer that attends to pages, from `policy.init`. rows, counts: where the step samples. ends: of
-    `decode_steps`. following: pages that `name_pages` first adds to the page tables.
+    `decode_steps`. history: of `Launch`. following: pages that `name_pages` first adds to the page tables.
     """
 
     params: Params
@@ -88,6 +88,7 @@ class StepInputs(NamedTuple):
     rows: SamplingRows | None = None
     counts: Int[Array, "B V"] | None = None
     ends: Any = None
+    history: Int[Array, "B M"] | None = None
     following: NextPages | None = None
 
 

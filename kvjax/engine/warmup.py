@@ -154,7 +154,11 @@ class Warmup:
         step = decode_steps
         if launch.draft is not None:
             from kvjax.engine.drafts import draft_rounds as step
-        return [functools.partial(step, static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends))]
+        return [
+            functools.partial(
+                step, static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends, history=launch.history)
+            )
+        ]
 
     def step_call(
         self,

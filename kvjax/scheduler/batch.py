@@ -397,7 +397,8 @@ class Batch:
         given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
         launch = self._launch(steps)
         if rounds is not None and self._active.longest + rounds.written <= longest:
-            launch, self._drafted = dataclasses.replace(rounds, ends=self._device_ends()), rounds.draft.tokens
+            history = None if rounds.draft.policy is not None else self._history(rounds.written)
+            launch, self._drafted = dataclasses.replace(rounds, ends=self._device_ends(), history=history), rounds.draft.tokens
         return DecodeGroup(*given, launch=launch, reach=self._active.reach)
 
     def _launch(self, steps: int) -> Launch | None:
@@ -405,6 +406,17 @@ class Batch:
         if steps == 1 or active.left.max() < steps:
             return None
         return Launch(steps, self._device_ends(), steps if active.steps >= steps else np.minimum(active.left, steps))
+
+    def _history(self, more: int) -> Int[Array, "B M"]:
+        """The tokens of each slot, with room for so many more. M is a power of two, so that few programs are
+        compiled."""
+        self._active.settle()
+        rows = np.zeros((self.size, 1 << (self._active.longest + more - 1).bit_length()), np.int32)
+        for row, sample in zip(rows, self._active.samples, strict=True):
+            if sample is not None:
+                ids = sample.state.ids
+                row[: len(ids)], row[len(ids) : len(ids) + len(sample.ids)] = ids, sample.ids
+        return jax.device_put(rows)
 
     def _device_ends(self) -> Ends:
         """Where samples end, for the device."""

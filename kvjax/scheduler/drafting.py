@@ -16,6 +16,7 @@ from kvjax.engine.steps import Draft
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.decode.base import is_watched
+from kvjax.policies.decode.naming import LOOKUP
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +36,20 @@ many launches of them."""
 
 
 def draft_of(engine: Engine, name: str | DecodePolicy, rows: int) -> Draft:
-    """How rounds of a batch of so many rows draft by a policy of the engine. ValueError for a policy that cannot draft,
-    and for a mesh."""
-    policy = engine.declared(name)
+    """How rounds of a batch of so many rows draft: by a policy of the engine, or by lookup. ValueError for a policy
+    that cannot draft, and for a mesh."""
     if engine.mesh is not None:
-        raise ValueError(f"draft {policy} is for one device, and this engine runs on {engine.mesh.size}: leave draft out")
+        raise ValueError(f"draft {name} is for one device, and this engine runs on {engine.mesh.size}: leave draft out")
+    tokens = max(2, min(TOKENS, rows_alike(engine.model.params) // rows))
+    if name == LOOKUP:
+        return Draft(None, tokens)
+    policy = engine.declared(name)
     specs = state_specs(engine.config, engine.page_size, 1)
     if isinstance(policy, ChoosesDecode) or is_watched(policy) or jax.tree.leaves([policy.init(spec, 1) for spec in specs]):
         raise ValueError(
             f"draft {policy} keeps a state or chooses another policy, and dropped drafts must leave nothing: name another policy"
         )
-    return Draft(policy, max(2, min(TOKENS, rows_alike(engine.model.params) // rows)))
+    return Draft(policy, tokens)
 
 
 class Drafting:
@@ -91,13 +95,13 @@ class Drafting:
             lost = self._seconds - steps
             self._resting = max(REST, math.ceil(lost / (LOSS * self._plain)))
             said = "drafts by %s take %.2f ms a token, and steps %.2f ms: none for %d launches"
-            logger.info(said, self.draft.policy, 1e3 * self._seconds / self._tokens, 1e3 * self._plain, self._resting)
+            logger.info(said, self.draft.policy or LOOKUP, 1e3 * self._seconds / self._tokens, 1e3 * self._plain, self._resting)
             self._told = False
             self._turn(to_rounds=False)
         elif self._count >= ROUNDS:
             if not self._told:
                 said = "drafts by %s take %.2f ms a token, and steps %.2f ms: rounds go on"
-                logger.info(said, self.draft.policy, 1e3 * self._seconds / self._tokens, 1e3 * self._plain)
+                logger.info(said, self.draft.policy or LOOKUP, 1e3 * self._seconds / self._tokens, 1e3 * self._plain)
             self._told = True
             self._begin()
 

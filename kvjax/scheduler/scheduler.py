@@ -73,8 +73,8 @@ class Scheduler:
     how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
     (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. draft: a
-    policy that drafts tokens for the requests' own policies to verify, in rounds of one launch, where that is faster by
-    the clock; the answer has the same bits (docs/drafts.md).
+    policy that drafts tokens for the requests' own policies to verify, or "lookup", in rounds of one launch, where that
+    is faster by the clock; the answer has the same bits (docs/drafts.md).
 
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 

@@ -15,6 +15,7 @@ from kvjax.engine.memory import MemoryPlan, memory_plan
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
+from kvjax.policies.decode.naming import policies_of_draft
 from kvjax.scheduler.data_parallel import meshes_of, replicas
 from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.serving.batch.records import Record, request_of
@@ -70,7 +71,7 @@ class Setup:
     @property
     def more_policies(self) -> tuple[str, ...]:
         """The policies of the engine beside its own."""
-        return self.others if self.draft is None else (*self.others, self.draft)
+        return (*self.others, *policies_of_draft(self.draft))
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine, or of the first of several; None for one engine on one device."""

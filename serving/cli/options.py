@@ -268,8 +268,8 @@ StepsPerLaunchOption = Annotated[
 DraftOption = Annotated[
     str | None,
     option(
-        "A policy that drafts tokens for --policy to verify, as top:32, where that is faster by the clock. Answers do not depend on it. "
-        "It pays for one long sequence at a time (--max-batch 1). [default: no drafts]",
+        "What drafts tokens for --policy to verify, where that is faster by the clock: a policy, as top:32, which pays for long "
+        "sequences; or lookup, which pays for answers that repeat what was said. Answers do not depend on it. [default: no drafts]",
         panel=POLICY,
     ),
 ]

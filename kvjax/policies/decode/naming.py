@@ -28,6 +28,9 @@ MODULES = {
 }
 """First words of built-in names, and the modules of this folder whose `named` reads them, loaded when one is named."""
 
+LOOKUP = "lookup"
+"""The draft that is no policy: what followed the latest tokens before (`kvjax.engine.lookup`)."""
+
 
 def _read(text: str) -> DecodePolicy | None:
     """The policy of a built-in name; ValueError for numbers that it cannot have."""
@@ -112,3 +115,8 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
         raise ValueError(f"policy {name!r:.80} is watched already: give one share")
     policy = find(match["policy"])
     return None if policy is None else Watched(policy, share, int(match["every"] or EVERY))
+
+
+def policies_of_draft(draft: str | DecodePolicy | None) -> tuple[str | DecodePolicy, ...]:
+    """What an engine must have declared, so that it can draft: the policy, or nothing if drafts are looked up."""
+    return () if draft is None or draft == LOOKUP else (draft,)

@@ -19,6 +19,7 @@ from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import Draft, StepInputs, StepStatic
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.policies.decode.naming import policies_of_draft
 from kvjax.scheduler import drafting
 from kvjax.scheduler.drafting import LOSS, PLAIN, ROUNDS, Drafting
 from kvjax.serving.bench.decode import config_of
@@ -70,10 +71,12 @@ def requests_of(policy, lengths=(20, 3, 31, 14)):
         ("qwen3_5_text", "dense", "window:8+24", {}),
         ("llama", "dense", "window:8+24", {"cache_format": "int8"}),
         ("llama", "quest:2", "quest:1", {"page_size": 32, "prefill_chunk": 64}),
+        ("llama", "dense", "lookup", {}),
+        ("qwen3_5_text", "dense", "lookup", {"cache_format": "int8"}),
     ],
 )
 def test_answers_do_not_depend_on_drafts(family, policy, draft, options, always):
-    engine = engine_of(make_family(family), (policy, draft), pages=60, **options)
+    engine = engine_of(make_family(family), (policy, *policies_of_draft(draft)), pages=60, **options)
     requests = requests_of(policy)
     expected = answers(engine, requests)
     middle = expected[2].token_ids[len(expected[2].token_ids) // 2]
@@ -154,15 +157,16 @@ def test_a_step_of_all_drafts_keeps_what_accept_keeps(always, monkeypatch):
 @pytest.mark.quick("policies, few pages-few")
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(400, 600), marks=pytest.mark.long)], ids=["few", "many"])
 @pytest.mark.parametrize(
-    "options",
+    ("draft", "options"),
     [
-        {"policies": ("dense", "window:1+16"), "reuse": "any"},
-        {"policies": ("dense", "window:16+48", "quest:1", "window:1+16"), "pages": 24},
-        {"policies": ("dense", "window:1+16"), "cache_format": "int8"},
+        ("window:1+16", {"policies": ("dense", "window:1+16"), "reuse": "any"}),
+        ("window:1+16", {"policies": ("dense", "window:16+48", "quest:1", "window:1+16"), "pages": 24}),
+        ("window:1+16", {"policies": ("dense", "window:1+16"), "cache_format": "int8"}),
+        ("lookup", {"policies": ("dense", "quest:1"), "pages": 24, "reuse": "any"}),
     ],
-    ids=["reuse", "policies, few pages", "int8"],
+    ids=["reuse", "policies, few pages", "int8", "lookup"],
 )
-def test_histories_do_not_depend_on_drafts(speaker, options, seeds, monkeypatch):
+def test_histories_do_not_depend_on_drafts(speaker, draft, options, seeds, monkeypatch):
     """Stop strings, penalties, several samples, preemption, prompts that come while others run. Drafting goes on and
     off at random."""
     engines = [engine_of(speaker, **options) for _ in range(2)]
@@ -172,7 +176,7 @@ def test_histories_do_not_depend_on_drafts(speaker, options, seeds, monkeypatch)
         history, draw = draw_history(engines[0], seed), np.random.default_rng(seed)
         expected, texts = run_history(engines[0], history, 1)
         monkeypatch.setattr(Drafting, "next", lambda self, draw=draw: self._launch if draw.random() < 0.6 else None)
-        found, said = run_history(engines[1], history, 1, draft="window:1+16")
+        found, said = run_history(engines[1], history, 1, draft=draft)
         assert list(map(told, found)) == list(map(told, expected)), f"history {seed}"
         assert said == texts
         assert not engines[1].sequences
@@ -328,9 +332,10 @@ def test_what_cannot_draft_is_refused(draft, options, said):
         Scheduler(engine, draft=draft)
 
 
-def test_generate_makes_an_engine_that_drafts(speaker, always):
+@pytest.mark.parametrize("draft", ["quest:1", "lookup"])
+def test_generate_makes_an_engine_that_drafts(speaker, draft, always):
     expected = generate(speaker, ["a tale", "of two"], policy="dense", max_new_tokens=20, details=True)
-    found = generate(speaker, ["a tale", "of two"], policy="dense", draft="quest:1", max_new_tokens=20, details=True)
+    found = generate(speaker, ["a tale", "of two"], policy="dense", draft=draft, max_new_tokens=20, details=True)
     assert list(map(told, found)) == list(map(told, expected))
     assert all(each.rounds for each in found)
 
@@ -365,7 +370,7 @@ def test_on_hopper_tokens_stand_alone(weights, always, monkeypatch):
         prompts = [draw.integers(0, 150_000, length + 5 * number).tolist() for number in range(slots)]
         requests = [asked(prompt, 60, **kind) for prompt in prompts]
         expected = answers(engine, requests, slots=slots)
-        for draft in ("top:32", "dense") if slots == 1 else ("window:640",):
+        for draft in ("top:32", "dense", "lookup") if slots == 1 else ("window:640", "lookup"):
             assert list(map(told, answers(engine, requests, slots=slots, draft=draft))) == list(map(told, expected))
         assert set(seen) == {weights is None or slots < 8}
         seen.clear()
