@@ -47,6 +47,11 @@ COUNTERS = {  # name -> label, {value of the label: key of SessionRuntime.counts
         {"alarm": "missed_alarms", "longer_step": "missed_steps", "more_key": "missed_keys"},
         "Alarms of --max-missed; steps of a KV head that read more for it; keys that these read more.",
     ),
+    "draft": (
+        "kind",
+        {"round": "draft_rounds", "token": "draft_tokens"},
+        "Rounds of drafting of generations that have ended; tokens that stayed in them.",
+    ),
     "history_truncated": ("by", {"window": "truncated"}, "Times that the window dropped tokens of a history."),
 }
 

@@ -544,6 +544,8 @@ class SessionCore:
         if missed is not None and missed.samples:
             self.observe("attention_missed_share", missed.mean)
             self.counts.update(missed_alarms=missed.alarms, missed_steps=missed.steps, missed_keys=missed.keys)
+        if completion.rounds:
+            self.counts.update(draft_rounds=completion.rounds, draft_tokens=completion.round_tokens)
         if error is None:
             run.end(completion.finish_reason)
             return

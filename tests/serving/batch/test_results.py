@@ -185,6 +185,16 @@ def test_tokens_that_were_found_are_in_no_rate_of_computed_ones():
     assert "5.0 generated, 15.0 with computed prompt tokens, 105.0 with all prompt tokens" in str(summary)
 
 
+def test_rounds_of_drafts_of_this_run_are_in_the_summary():
+    found = answer({"id": "a", "prompt": "x"}, rounds=3, round_tokens=20)
+    assert "rounds" not in json.dumps(found.output), "the answer says the same without drafts"
+    summary = Summary()
+    summary.add(found, earlier=True)
+    assert "drafts" not in str(summary)
+    summary.add(found)
+    assert "drafts             3 rounds of this run, 6.7 tokens in each" in str(summary)
+
+
 def test_a_pool_too_small_for_every_record_is_no_success():
     summary = Summary()
     summary.add(Result(1, {"error": "x"}, True, out_of_pages=True))

@@ -105,7 +105,7 @@ def test_sessions_say_the_same_with_drafts(engine, monkeypatch):
     monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
     monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
     found = []
-    for draft in (None, TOP):
+    for draft in (None, TOP, "lookup"):
         with SessionRuntime(engine, slots=4, draft=draft) as used:
             session = used.create(TEXT[:60])
             told = said(session, 40, temperature=1.0, seed=3)
@@ -114,7 +114,9 @@ def test_sessions_say_the_same_with_drafts(engine, monkeypatch):
             told += [next(stream) for _ in range(3)]
             stream.cancel()
             found.append((told, session.info().history_tokens, said(session, 20)))
-    assert found[0] == found[1]
+            rounds, tokens = (used.counts.get(name, 0) for name in ("draft_rounds", "draft_tokens"))
+            assert (rounds, tokens) == (0, 0) if draft is None else 0 < rounds <= tokens
+    assert found[0] == found[1] == found[2]
 
 
 def test_turns_equal_one_append_of_the_same_ids(runtime):
