@@ -15,7 +15,7 @@ from tiny_models import LEAST, altered, random_model
 
 import kvjax
 from kvjax.client import load_tokenizer
-from kvjax.models import FAMILIES, load, save
+from kvjax.models import FAMILIES, load, needle, save
 from kvjax.text.plain_texts import tokenized
 from kvjax.text.token_bounds import LONG
 from kvjax.text.tokenization import encode
@@ -318,3 +318,18 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(plain, tmp_path, name)
     (folder / name).symlink_to("/proc/self/mem")
     with pytest.raises(ValueError, match=f"{name}.*"):
         load(folder)
+
+
+def test_merges_that_are_left_out_at_random_are_not(tmp_path, caplog):
+    """`dropout` is for training: with it, equal prompts would have other tokens each time."""
+    folder = tmp_path / "needle"
+    shutil.copytree(needle.path(), folder)
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    parts["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    with caplog.at_level(logging.WARNING):
+        tokenizer = read_tokenizer(folder)
+    assert "tokenizer.json: dropout 0.5 of its merges is for training, and is turned off" in caplog.text
+    text = "Once upon a time in the golden river"
+    wanted = list(encode(read_tokenizer(needle.path()), text))
+    assert all(list(encode(tokenizer, text)) == wanted for _ in range(5))
