@@ -320,6 +320,20 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(plain, tmp_path, name)
         load(folder)
 
 
+@pytest.mark.parametrize("longest", [100, 1000, 8000, 2**60])
+def test_words_that_take_minutes_are_not_looked_into(longest, plain, tmp_path):
+    """A word of 8,000 letters would take 40 seconds."""
+    folder = shutil.copytree(plain, tmp_path / "m")
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    words = {"type": "WordPiece", "vocab": VOCAB, "unk_token": "<unk>", "continuing_subword_prefix": "##"}
+    (folder / "tokenizer.json").write_text(json.dumps(whole | {"model": words | {"max_input_chars_per_word": longest}}))
+    if longest <= 1000:
+        assert list(tokenized(read_tokenizer(folder), "w1 w2 " + "a" * 8000)["input_ids"]) == [1, 2, 0]
+    else:
+        with pytest.raises(ValueError, match=rf"m \(its model has max_input_chars_per_word {longest:,}, and 1,000 is the most"):
+            read_tokenizer(folder)
+
+
 def test_merges_that_are_left_out_at_random_are_not(tmp_path, caplog):
     """`dropout` is for training: with it, equal prompts would have other tokens each time."""
     folder = tmp_path / "needle"
