@@ -84,7 +84,9 @@ def check_growth(tokenizer: Any) -> None:
     its post-processors together, or its decoders; and if a word may take it minutes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if (longest := getattr(getattr(backend, "model", None), "max_input_chars_per_word", 0)) > MAX_WORD:
-        raise ValueError(f"its model has max_input_chars_per_word {longest:,}, and {MAX_WORD:,} is the most: longer words would take minutes")
+        raise ValueError(
+            f"its model has max_input_chars_per_word {longest:,}, and {MAX_WORD:,} is the most: longer words would take minutes"
+        )
     total = 1.0
     for name, inside in (("normalizer", "normalizers"), ("post_processor", "processors"), ("decoder", "decoders")):
         part = getattr(backend, name, None)

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import openai
 import pytest
@@ -161,7 +161,7 @@ def test_a_stop_string_before_half_a_character_is_the_reason_of_the_end():
     """The last token ends inside a character, so its text comes only when the answer is over."""
 
     class Bytes:
-        added_tokens_decoder = {}
+        added_tokens_decoder = MappingProxyType({})
 
         def decode(self, ids, **options):
             return bytes(ids).decode(errors="replace")
