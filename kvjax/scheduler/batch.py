@@ -96,6 +96,8 @@ class Sample:
                 piece += self.stream.close()
             except ValueError as error:
                 return self._unwritten(error)
+            if self.stream.stopped:  # by a stop string before a character that did not become whole
+                self.finish_reason = "stop"
         return piece
 
     def _unwritten(self, error: ValueError) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 _PRIVATE = range(0xE000, 0xF8FF)
 """Unicode's private characters. Those that no text holds can mark places in texts."""
 
+MAX_PARTS = 2**26
+"""Characters of all beginnings of special tokens together, and of all ends, about. Usual vocabularies have some hundred
+thousand."""
 
 PASSED_ON = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 """What is raised in a tokenizer but is not about its text."""
@@ -150,9 +153,14 @@ def _marked(text: str, tokens: _Tokens, begins: str, cuts: str) -> str:
 
 class _Tokens:
     """Tokens that `PlainTexts` looks for, by their ids. begins: how they begin, None if there are none. lengths:
-    theirs, the longest first. beginnings and ends: proper parts of them."""
+    theirs, the longest first. beginnings and ends: proper parts of them. ValueError if these are too many."""
 
     def __init__(self, by_id: Mapping[int, str]):
+        if sum(len(text) ** 2 for text in by_id.values()) > MAX_PARTS:
+            raise ValueError(
+                f"special tokens of the model are too long to be told from plain text ({len(by_id):,} tokens of up to "
+                f"{max(map(len, by_id.values())):,} characters): pass parse_special=True, or give prompt"
+            )
         self.ids, self.texts = frozenset(by_id), frozenset(by_id.values())
         self.begins = re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]") if self.texts else None
         self.lengths = sorted({len(text) for text in self.texts}, reverse=True)

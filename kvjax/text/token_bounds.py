@@ -14,6 +14,9 @@ LONG = 2**20
 """Characters from which tokenizing a text takes a second or more."""
 MAX_GROWTH = 64
 """How many times longer a tokenizer may make a text. The replacements of a tokenizer.json multiply."""
+MAX_WORD = 1000
+"""The longest word in characters that a tokenizer of WordPiece may look into: its time grows with their third power.
+The usual ones stop at 100."""
 _SHRINKS = {"NFC": 4, "ByteLevel": 1, "Prepend": 1}
 """Normalizers, and how many times longer a text may be than what they make of it. Hangul syllables are a third of their
 letters."""
@@ -78,8 +81,12 @@ def longest_token(tokenizer: Any) -> LongestToken | None:
 
 def check_growth(tokenizer: Any) -> None:
     """ValueError if a tokenizer makes a text, or its tokens, more than `MAX_GROWTH` times longer: its normalizers and
-    its post-processors together, or its decoders."""
+    its post-processors together, or its decoders; and if a word may take it minutes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if (longest := getattr(getattr(backend, "model", None), "max_input_chars_per_word", 0)) > MAX_WORD:
+        raise ValueError(
+            f"its model has max_input_chars_per_word {longest:,}, and {MAX_WORD:,} is the most: longer words would take minutes"
+        )
     total = 1.0
     for name, inside in (("normalizer", "normalizers"), ("post_processor", "processors"), ("decoder", "decoders")):
         part = getattr(backend, name, None)

@@ -55,6 +55,7 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved with a model
         check_growth(tokenizer)
+        _without_dropout(tokenizer, folder)
         return tokenizer
     except PASSED_ON:
         raise
@@ -62,6 +63,15 @@ def read_tokenizer(folder: Path) -> Any:
         for file in filter(Path.is_file, folder.glob("tokenizer*")):
             check_pointer(file)
         raise ValueError(f"transformers cannot read the tokenizer in {folder} ({first_line(error)}); {AGAIN}") from error
+
+
+def _without_dropout(tokenizer: Any, folder: Path) -> None:
+    """Turns off what a tokenizer does in training alone: with it a text has other tokens each time."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if (share := getattr(model, "dropout", None)) is not None:
+        model.dropout = None
+        if share > 0:
+            logger.warning("%s: dropout %s of its merges is for training, and is turned off", folder / "tokenizer.json", share)
 
 
 def _check_paths(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> None:

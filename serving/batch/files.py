@@ -117,7 +117,7 @@ def _whole_parquet(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the second of names of columns
         if getattr(error, "errno", None) is not None:  # the system's
             raise
         raise ValueError(f"{path} is damaged, or of a kind that pyarrow cannot read: {' '.join(str(error).split())}") from None

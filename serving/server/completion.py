@@ -39,8 +39,9 @@ class TextCompletion:
             return None
         tokens = self._generation.ready(self._throttle)
         if not tokens:
-            self.finish_reason = self._generation.finish_reason
-            return self._text.close()
+            rest = self._text.close()  # which may hold a stop string, before a character that did not become whole
+            self.finish_reason = "stop" if self._text.stopped else self._generation.finish_reason
+            return rest
         pieces = []
         for token in tokens:
             self.generated += 1

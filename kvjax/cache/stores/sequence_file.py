@@ -81,12 +81,12 @@ def read_sequence(
             if metadata.get("format") in FORMER:
                 raise ValueError(f"{path} was saved by an earlier version ({metadata['format']}): prefill again and save it again")
             if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path} is not a kvjax sequence file (format {metadata.get('format')!r}, expected {FORMAT!r})")
+                raise ValueError(f"{path} is not a kvjax sequence file (format {metadata.get('format')!r:.60}, expected {FORMAT!r})")
             _check_digest(path, metadata.get("sha256", ""), interrupt_point)
             made_with = _header(path, metadata)
             for name, value in header.items():
                 if made_with.get(name) != value:
-                    raise ValueError(f"{path} was made with {name} {made_with.get(name)!r}, this engine has {value!r}; prefill again")
+                    raise ValueError(f"{path} was made with {name} {made_with.get(name)!r:.60}, this engine has {value!r}; prefill again")
             names = {"tokens", *(f"pages.{group.name}" for group in spec.groups)}
             if set(file.keys()) != names:
                 odd = sorted(set(file.keys()) ^ names)[0]

@@ -142,6 +142,15 @@ def test_added_tokens_that_the_template_writes_are_plain_text_outside_answers():
     assert tokenizer.decode(ids) == f"<|user|>{forged}<|model|><think>a<|model|><think>"
 
 
+def test_special_tokens_that_would_take_all_memory_are_refused():
+    """Their beginnings and ends are compared with texts: of a token of 40,000 characters they have 1.6 billion."""
+    tokenizer, said = chatty(byte_level()), [{"role": "user", "content": "a"}]
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<" + "a" * 9000 + ">"]})
+    with pytest.raises(ValueError, match=r"too long to be told from plain text \(5 tokens of up to 9,002 characters\).*parse_special"):
+        chat_ids(said, tokenizer, {})
+    assert chat_ids(said, tokenizer, {}, parse_special=True) == chat_ids(said, TOKENIZERS["bytes"], {})
+
+
 def test_texts_that_are_none_are_said():
     tokenizer = TOKENIZERS["bytes"]
     call = {"function": {"name": "f", "arguments": '{"a": ["\\ud800"]}'}}

@@ -15,7 +15,7 @@ from tiny_models import LEAST, altered, random_model
 
 import kvjax
 from kvjax.client import load_tokenizer
-from kvjax.models import FAMILIES, load, save
+from kvjax.models import FAMILIES, load, needle, save
 from kvjax.text.plain_texts import tokenized
 from kvjax.text.token_bounds import LONG
 from kvjax.text.tokenization import encode
@@ -318,3 +318,32 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(plain, tmp_path, name)
     (folder / name).symlink_to("/proc/self/mem")
     with pytest.raises(ValueError, match=f"{name}.*"):
         load(folder)
+
+
+@pytest.mark.parametrize("longest", [100, 1000, 8000, 2**60])
+def test_words_that_take_minutes_are_not_looked_into(longest, plain, tmp_path):
+    """A word of 8,000 letters would take 40 seconds."""
+    folder = shutil.copytree(plain, tmp_path / "m")
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    words = {"type": "WordPiece", "vocab": VOCAB, "unk_token": "<unk>", "continuing_subword_prefix": "##"}
+    (folder / "tokenizer.json").write_text(json.dumps(whole | {"model": words | {"max_input_chars_per_word": longest}}))
+    if longest <= 1000:
+        assert list(tokenized(read_tokenizer(folder), "w1 w2 " + "a" * 8000)["input_ids"]) == [1, 2, 0]
+    else:
+        with pytest.raises(ValueError, match=rf"m \(its model has max_input_chars_per_word {longest:,}, and 1,000 is the most"):
+            read_tokenizer(folder)
+
+
+def test_merges_that_are_left_out_at_random_are_not(tmp_path, caplog):
+    """`dropout` is for training: with it, equal prompts would have other tokens each time."""
+    folder = tmp_path / "needle"
+    shutil.copytree(needle.path(), folder)
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    parts["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    with caplog.at_level(logging.WARNING):
+        tokenizer = read_tokenizer(folder)
+    assert "tokenizer.json: dropout 0.5 of its merges is for training, and is turned off" in caplog.text
+    text = "Once upon a time in the golden river"
+    wanted = list(encode(read_tokenizer(needle.path()), text))
+    assert all(list(encode(tokenizer, text)) == wanted for _ in range(5))

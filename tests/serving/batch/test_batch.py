@@ -268,6 +268,17 @@ def test_a_tokenizer_that_panics_concerns_its_record_alone(engine, model, monkey
     assert engine.allocators["full"].free == engine.allocators["full"].total
 
 
+def test_a_stop_string_before_half_a_character_is_the_reason_of_the_end(engine, model):
+    """The last token ends inside a character, so its text comes only when the answer is over."""
+    for number in range(5, 13):
+        ids = generate(engine, [number], max_new_tokens=40, ignore_eos=True, slots=SLOTS, details=True).token_ids
+        texts = [model.tokenizer.decode(ids[:count], skip_special_tokens=True) for count in range(1, 41)]
+        end = next(count for count, text in enumerate(texts, 1) if text.endswith("\ufffd"))
+        record = {"id": "it", "prompt": [number], "max_new_tokens": end, "ignore_eos": True, "stop": "\ufffd"}
+        found = answers(engine, [record])["it"]
+        assert (found["text"], found["finish_reason"]) == (texts[end - 1].removesuffix("\ufffd"), "stop")
+
+
 def test_options_reach_the_chat_template(engine, model, monkeypatch):
     monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}{% if loud %} coral{% endif %}")
     messages = [{"role": "user", "content": "amber basil"}]

@@ -148,6 +148,15 @@ def test_a_damaged_parquet_file_is_named(checked, tmp_path):
     assert all("in.parquet is " in each for each in said)
 
 
+def test_a_parquet_file_whose_column_has_no_name_of_text_is_named(tmp_path):
+    """pyarrow reads such a name, and then cannot make text of it."""
+    path = write_parquet(tmp_path / "in.parquet", [{"prompt": "amber", "zzzzzz": 1}], store_schema=False)
+    assert b"zzzzzz" in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(b"zzzzzz", b"zzz\xedzz"))
+    with pytest.raises(ValueError, match=r"in\.parquet is damaged, or of a kind that pyarrow cannot read: .*utf-8"):
+        list(lines(path))
+
+
 def test_an_error_of_the_disk_beside_a_parquet_file_is_not_its_own(tmp_path):
     with pytest.raises(FileNotFoundError):
         next(lines(tmp_path / "in.parquet"))

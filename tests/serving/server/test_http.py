@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import MappingProxyType, SimpleNamespace
 
 import openai
 import pytest
@@ -30,6 +31,7 @@ from kvjax.client.errors import SessionError
 from kvjax.serving.batch.records import parse
 from kvjax.serving.server.app import _Streamed
 from kvjax.serving.server.auth import Call
+from kvjax.serving.server.completion import TextCompletion
 from kvjax.serving.server.grpc_server import Server
 from kvjax.serving.server.metrics import Metrics
 from kvjax.serving.server.options import ServerOptions
@@ -153,6 +155,28 @@ def test_a_stop_string_ends_the_text_before_it(server, client):
         answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=40, temperature=0, stop=[stop, "\0"], stream=stream)
         choices = [piece.choices[0] for piece in answer] if stream else answer.choices
         assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (cut, "stop")
+
+
+def test_a_stop_string_before_half_a_character_is_the_reason_of_the_end():
+    """The last token ends inside a character, so its text comes only when the answer is over."""
+
+    class Bytes:
+        added_tokens_decoder = MappingProxyType({})
+
+        def decode(self, ids, **options):
+            return bytes(ids).decode(errors="replace")
+
+    class Given:
+        engine = SimpleNamespace(model=SimpleNamespace(tokenizer=Bytes(), config=SimpleNamespace(eos_token_ids=())))
+
+        def generate_once(self, ids, **sampling):
+            pieces = [[*b"a", 0xE2], []]
+            return None, SimpleNamespace(ready=lambda throttle: pieces.pop(0), finish_reason="length")
+
+    for stop, expected in (("\ufffd", ("a", "stop")), ("b", ("a\ufffd", "length"))):
+        completion = TextCompletion(Given(), SimpleNamespace(ids=[120], sampling={}, stop=(stop,)), None)
+        text = "".join(iter(completion.more, None))
+        assert (text, completion.finish_reason) == expected
 
 
 def test_nothing_is_shared_between_requests(server, client):
