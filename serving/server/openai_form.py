@@ -140,7 +140,7 @@ class Form:
 
     def whole(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
         return self._whole | {"choices": [_choice(content, finish_reason)], "usage": usage}
 
     def first(self) -> list[dict[str, Any]]:
