@@ -1,6 +1,7 @@
 """A server of sessions in this process, and waiting for what its threads do."""
 
 import contextlib
+import subprocess
 import time
 
 from kvjax import SessionRuntime
@@ -34,3 +35,12 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def certificate(folder):
+    """A chain and its key, for localhost, as PEM; also as files of a folder."""
+    files = chain, key = folder / "chain", folder / "key"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {chain}"
+    command += " -addext subjectAltName=DNS:localhost"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return tuple(path.read_bytes() for path in files)

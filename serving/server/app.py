@@ -23,7 +23,7 @@ from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, Re
 from kvjax.serving.bodies import WrongField, check_once, from_json
 from kvjax.serving.server.auth import only_authorization
 from kvjax.serving.server.completion import TextCompletion
-from kvjax.serving.server.connections import impatient
+from kvjax.serving.server.connections import FIRST_S, impatient, quick_handshakes
 from kvjax.serving.server.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.server.options import tls_context
 
@@ -92,7 +92,14 @@ class Web:
         )  # fmt: skip
         if options.certificate is not None:
             config.ssl_context_factory = lambda config, default: tls_context(*options.certificate)
-        self._server = uvicorn.Server(config)
+
+        class Quick(uvicorn.Server):
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                if options.certificate is not None:
+                    quick_handshakes(min(FIRST_S, options.stall_s))
+                await super().startup(sockets)
+
+        self._server = Quick(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="kvjax http", daemon=True)
         self._thread.start()
 

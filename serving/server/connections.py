@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from functools import partial
 from typing import Any
 
 FIRST_S = 5.0
@@ -20,6 +22,13 @@ class _Seen:
     quiet: bool
     pending: int
     paused: int | None
+
+
+def quick_handshakes(seconds: float) -> None:
+    """Let servers of the running event loop give a client of TLS so long for its handshake, and for its goodbye. Until
+    the first is done, no protocol hears of a connection; uvicorn would wait for a minute."""
+    loop = asyncio.get_running_loop()
+    loop.create_server = partial(loop.create_server, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=seconds)
 
 
 def impatient(stall_s: float, most: int) -> type:

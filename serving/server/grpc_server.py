@@ -39,6 +39,8 @@ LAST_S = 0.5
 
 IDLE_CONNECTION_MS = 60_000
 """A connection of gRPC without a call is closed after so long. Clients connect again at their next call."""
+HANDSHAKE_MS = 5_000
+"""How long the handshake of a connection of gRPC may take, with TLS or without; gRPC would wait for two minutes."""
 
 
 def freeze_live_objects() -> None:
@@ -80,10 +82,11 @@ class Server:
         # Of one connection, also those that were reset and that nothing has looked at yet. Without it a client that
         # begins calls and resets them fills gRPC's queue, and the calls of others are dropped.
         sizes.append(("grpc.max_concurrent_streams", at_once))
+        patience = ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)
         self._server = grpc.server(
             ThreadPoolExecutor(at_once, thread_name_prefix="kvjax call"),
             interceptors=[_gate(self._admission, self._refused)],
-            options=[*sizes, ("grpc.so_reuseport", 0), ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS)],
+            options=[*sizes, ("grpc.so_reuseport", 0), ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS), patience],
             maximum_concurrent_rpcs=at_once,  # the admission has places for max_calls of the service
         )
         handlers = {name: self._handler(method) for name, method in protocol().methods.items()}

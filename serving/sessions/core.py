@@ -12,12 +12,13 @@ Source: ADR 0008, sections 2.2 to 2.8.
 
 from __future__ import annotations
 
+import array
 import collections
 import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -118,7 +119,7 @@ class SessionCore:
         self._touch(record)
         return record
 
-    def create(self, tokens: list[int], policy: DecodePolicy | None, kept: bool) -> Record:
+    def create(self, tokens: array.array, policy: DecodePolicy | None, kept: bool) -> Record:
         """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions
         are."""
         self._check_length(len(tokens))
@@ -130,7 +131,7 @@ class SessionCore:
             self.end(each, "lru")
         return record
 
-    def append(self, record: Record, tokens: list[int], at: int | None) -> int:
+    def append(self, record: Record, tokens: array.array, at: int | None) -> int:
         """Add tokens to a history. Returns its length."""
         self._check_length(len(record.history) + len(tokens))
         if record.lacks(tokens, at):
@@ -386,7 +387,7 @@ class SessionCore:
                 raise
         self.records[record.id] = record
 
-    def _extend(self, record: Record, tokens: list[int]) -> None:
+    def _extend(self, record: Record, tokens: Sequence[int]) -> None:
         if record.stored:
             self._journal.extend(record.id, tokens)
         record.history.extend(tokens)

@@ -120,7 +120,7 @@ class Generation:
         """Whether `stop` with a number of tokens has ended it."""
         self._stop_keep: int | None = None
         self._taken = self.history_tokens = 0
-        self._closed = False
+        self._closed, self._reading = False, threading.Lock()
 
     @property
     def finish_reason(self) -> str | None:
@@ -160,16 +160,26 @@ class Generation:
             pass
 
     def token(self, timeout: float | None = None) -> int | None:
-        """Wait for the next token; None at the end, when all of them have joined the history.
+        """Wait for the next token; None at the end, when all of them have joined the history. Threads that share the
+        generation take turns: each token goes to one of them.
 
         Raises what the generation ended with, and DeadlineExceeded after `timeout` seconds, which does not end it.
         """
         timeout = arguments.seconds("timeout", timeout)
-        if self._closed:
-            return None
+        until = None if timeout is None else time.monotonic() + timeout
+        if self._reading.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            try:
+                if self._closed:
+                    return None
+                if self._run.wait(self._taken, None if until is None else max(0.0, until - time.monotonic())):
+                    return self._next()
+            finally:
+                self._reading.release()
+        raise DeadlineExceeded(f"no token came within {timeout:g} s")
+
+    def _next(self) -> int | None:
+        """The next token, where one has come, or the end."""
         run = self._run
-        if not run.wait(self._taken, timeout):
-            raise DeadlineExceeded(f"no token came within {timeout:g} s")
         if len(run.tokens) > self._taken:
             self._taken += 1
             return run.tokens[self._taken - 1]

@@ -26,7 +26,7 @@ import stat
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvjax.client.errors import ResourceExhausted
@@ -116,7 +116,7 @@ class Journal:
                 raise
         self._ends[session_id] = len(content), checksum
 
-    def extend(self, session_id: str, tokens: list[int]) -> None:
+    def extend(self, session_id: str, tokens: Sequence[int]) -> None:
         """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not
         there."""
         if not tokens:

@@ -5,6 +5,7 @@ A thread of the runtime owns the engine. Calls of other threads go into a queue,
 
 from __future__ import annotations
 
+import array
 import atexit
 import bisect
 import contextlib
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvjax.cache import OutOfPages
 from kvjax.checks import file_path, optional_function, token_ids, whole_number
@@ -336,10 +339,13 @@ class SessionRuntime:
                 if active is not None and not active() and future.cancel():
                     raise Cancelled("the caller has gone; nothing was done") from None
 
-    def _checked(self, tokens: Sequence[int], least: int) -> list[int]:
+    def _checked(self, tokens: Sequence[int], least: int) -> array.array:
+        """Token ids as a history holds them, four bytes each: a call may wait with a million of them."""
         try:
             row = isinstance(tokens, Sized) and not isinstance(tokens, str | bytes | Mapping | Set) and getattr(tokens, "ndim", 1) == 1
-            return [] if row and not least and not len(tokens) else token_ids(tokens, self.engine.config.vocab_size).tolist()
+            none = row and not least and not len(tokens)
+            ids = () if none else token_ids(tokens, self.engine.config.vocab_size).array.astype(np.int32, copy=False).tobytes()
+            return array.array("i", ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(str(error), field="tokens") from None
 
@@ -465,13 +471,13 @@ def _given_up(future: Future) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _emptied(tokens: list[int]) -> Iterator[None]:
+def _emptied(tokens: array.array) -> Iterator[None]:
     """Empty the tokens of a call that its caller has given up. The call itself stays in its queue, and does nothing
     there."""
     try:
         yield
     except (DeadlineExceeded, Cancelled):
-        tokens.clear()
+        del tokens[:]
         raise
 
 

@@ -108,7 +108,7 @@ class Record:
         held = tokens if count == len(tokens) else tokens[:count]
         return count if held == self.checked_tokens and self.kept(window)[:count] == self.checked_history else 0
 
-    def lacks(self, tokens: list[int], at: int | None) -> bool:
+    def lacks(self, tokens: array.array, at: int | None) -> bool:
         """Whether tokens are to be added to the history: False if they stand there from position `at` on already.
 
         at: how long the caller takes the history to be; None: it does not say. InvalidArgument if it is longer or
@@ -116,7 +116,7 @@ class Record:
         """
         length = len(self.history)
         if at is not None and at != length:
-            if at < length and at + len(tokens) <= length and self.history[at : at + len(tokens)].tolist() == tokens:
+            if at < length and at + len(tokens) <= length and self.history[at : at + len(tokens)] == tokens:
                 return False
             raise InvalidArgument(
                 f"the caller takes the history to have {at} tokens, but it has {length}: ask for the session's info, and go on from there",

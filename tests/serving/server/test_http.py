@@ -11,7 +11,6 @@ import json
 import shutil
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from types import MappingProxyType, SimpleNamespace
 import openai
 import pytest
 from character_tokenizer import make_tokenizer
-from session_servers import WAIT, until
+from session_servers import WAIT, certificate, until
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
@@ -373,18 +372,14 @@ def test_a_field_given_twice_is_refused_as_in_a_batch_job(server):
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
 def test_tls_is_that_of_grpc(engine, tmp_path):
-    files = chain, key = tmp_path / "chain", tmp_path / "key"
-    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {chain}"
-    command += " -addext subjectAltName=DNS:localhost"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    with serving(engine, certificate=tuple(path.read_bytes() for path in files)) as server:
-        context = ssl.create_default_context(cafile=chain)
+    with serving(engine, certificate=certificate(tmp_path)) as server:
+        context = ssl.create_default_context(cafile=tmp_path / "chain")
         with urllib.request.urlopen(f"https://localhost:{server.http_port}/healthz", context=context) as page:
             assert page.read() == b"ok\n"
         with pytest.raises((urllib.error.URLError, OSError)):
             urllib.request.urlopen(f"http://localhost:{server.http_port}/healthz")
         address = f"localhost:{server.port}"
-        with Client(address, root_certificate=chain.read_bytes()) as client, client.create_session([1, 2]) as session:
+        with Client(address, root_certificate=server.options.certificate[0]) as client, client.create_session([1, 2]) as session:
             assert session.info().history_tokens == 2
 
 

@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import json
 import queue
+import shutil
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -13,7 +15,7 @@ import urllib.request
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from session_servers import WAIT, serving, until
+from session_servers import WAIT, certificate, serving, until
 from tiny_models import make_model
 
 from kvjax import Engine
@@ -196,6 +198,26 @@ def test_connections_on_which_nothing_comes_keep_nobody_out(engine, monkeypatch)
             with contextlib.suppress(ConnectionError):
                 ended.append(each.recv(1))
         assert set(ended) <= {b""}  # all of them are closed, long before stall_s
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_a_handshake_that_does_not_come_is_cut_off(engine, tmp_path, monkeypatch):
+    """Over HTTP with TLS, no protocol hears of such a connection, so it does not count as one, either."""
+    monkeypatch.setattr(server_module, "HANDSHAKE_MS", 1000)
+    with serving(engine, http_port=0, stall_s=1.0, certificate=certificate(tmp_path)) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(http(server)) for _ in range(10)]
+        held += [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=WAIT)) for _ in range(3)]
+        for each in held[::2]:
+            each.sendall(b"\x16\x03\x01")
+        context = ssl.create_default_context(cafile=tmp_path / "chain")
+        silent = stack.enter_context(context.wrap_socket(http(server), server_hostname="localhost"))
+        started = time.monotonic()
+        for each in (*held, silent):
+            each.settimeout(WAIT)
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                assert each.recv(1) == b""
+        until(lambda: not server._web._server.server_state.connections)
+        assert time.monotonic() - started < 15
 
 
 def test_a_body_that_does_not_end_keeps_nobody_out(engine):

@@ -7,8 +7,10 @@ Every parameter of every public method is tried: a new one needs an entry in `WR
 import array
 import asyncio
 import contextlib
+import gc
 import inspect
 import math
+import tracemalloc
 
 import grpc
 import numpy as np
@@ -312,6 +314,28 @@ def test_a_runtime_with_wrong_options_leaves_its_folder_free(engine, tmp_path):
                 SessionRuntime(idle, state=tmp_path, **{name: value})
     with SessionRuntime(idle, state=tmp_path) as made:
         assert made.gauges()["sessions"] == 0
+
+
+def test_a_call_that_waits_holds_a_few_bytes_for_each_token(server):
+    """Its tokens lie in two arrays, and not in lists, where 256 calls of a million would take 20 GB."""
+    types, count = protocol(), 100_000
+    request = types.AppendTokensRequest(token_ids=[9] * count)
+    with server.runtime.create([1, 2, 3]) as session, grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        held = session.generate(max_new_tokens=2, **NONE)  # nobody takes its end, so others wait
+        until(lambda: len(held._run.tokens) == 2)
+        request.session_id, call = session.id, channel.unary_unary(types.methods["AppendTokens"].path)
+        content = request.SerializeToString()
+        tracemalloc.start()
+        try:
+            calls = [call.future(content) for _ in range(5)]
+            until(lambda: server.runtime.gauges()["waiting"] == 5)
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 12 * 5 * count
+        finally:
+            tracemalloc.stop()
+            for each in calls:
+                each.cancel()
+        held.cancel()
 
 
 def test_a_call_whose_client_has_gone_is_given_up(server):

@@ -185,6 +185,24 @@ def test_breaking_off_keeps_what_was_taken(runtime):
     assert session.append([1]) == 25
 
 
+def test_threads_that_share_a_generation_get_each_token_once_and_the_end(runtime):
+    session = runtime.create(TEXT[:20])
+    expected = said(session.fork(), 40)
+    stream, found = session.generate(max_new_tokens=40, stop_token_ids=()), []
+    threads = [threading.Thread(target=lambda: found.extend(iter(stream.token, None)), daemon=True) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(WAIT)
+    assert not any(each.is_alive() for each in threads)
+    assert sorted(found) == sorted(expected)
+    assert session.info().history_tokens == 60
+    other = session.generate(max_new_tokens=4, stop_token_ids=())
+    with other._reading, pytest.raises(DeadlineExceeded, match="no token came within"):  # another thread waits for a token
+        other.token(timeout=0.05)
+    assert len(list(other)) == 4
+
+
 def test_calls_of_a_session_wait_for_its_generation(runtime):
     session, other = runtime.create(TEXT[:20]), runtime.create(TEXT[:20])
     first, second = (session.generate(max_new_tokens=5, stop_token_ids=()) for _ in range(2))
