@@ -69,6 +69,11 @@ def test_it_runs(path):
         assert "48213" not in names["found"][h2o]
         assert list(names["record"]["beside"]) == [snapkv, "window:896", "dense again"]
         assert names["printed"].rstrip("\n") == names["found"][snapkv].rstrip("\n")
+    if path.stem == "a_round_of_drafts":
+        assert 1 < names["stay"] < 8
+        assert {tuple(tokens) for tokens, _ in names["answers"].values()} == {tuple(names["dense"])}
+        rounds = {draft: len(stays) for draft, (_, stays) in names["answers"].items()}
+        assert rounds["top:8"] < rounds["window:64+192"] < 64 / 2
     if path.stem == "cost_model":
         chosen = {length: str(choice.policy) for length, choice in names["choices"].items()}
         assert (chosen[131_072], chosen[2**20], chosen[2**21]) == ("top:32", "top:32", "dense")

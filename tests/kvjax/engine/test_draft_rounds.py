@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from launch_histories import answers, draw_history, engine_of, run_history
 from scheduling import asked
+from scipy import special, stats
 from tiny_models import make_family, shallow
 
 from kvjax import Engine, Request, Sampling, Scheduler, generate, mesh
 from kvjax.cache import Cache, pages_of_step
 from kvjax.engine import drafts
 from kvjax.engine.multi_step import Ends
-from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.sampling import SamplingRows, accept, sample
 from kvjax.engine.steps import Draft, StepInputs, StepStatic
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
@@ -182,6 +183,40 @@ def test_histories_do_not_depend_on_drafts(speaker, draft, options, seeds, monke
         assert not engines[1].sequences
         rounds += sum(each.rounds for each in found)
     assert rounds > len(seeds)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.9)])
+def test_tokens_that_stay_have_the_verifiers_distribution(temperature, top_p):
+    """100,000 draws, by a chi-square test at each place of a round; and tokens that a drafter of nearly the same
+    distribution draws agree far more often than two draws of their own would."""
+    draw, vocabulary, rows, count = np.random.default_rng(4), 20, 2000, 4
+    logits = draw.normal(size=(count, vocabulary)).astype(np.float32)
+    near = logits + draw.normal(scale=0.2, size=logits.shape).astype(np.float32)
+    samplings = SamplingRows.of([Sampling(temperature=temperature, top_p=top_p, seed=seed) for seed in range(rows)])
+    everywhere, active = jnp.broadcast_to(logits, (rows, count, vocabulary)), jnp.ones(rows, bool)
+    of_place, kept, drawn = np.zeros((count, vocabulary)), 0, 0
+    for length in range(50, 50 + 16):
+        lengths = jnp.full(rows, length)
+        guesses = [
+            sample(jnp.broadcast_to(near[at], (rows, vocabulary)), samplings, lengths + at + 1, None).tokens for at in range(count - 1)
+        ]
+        drafted = jnp.stack([jnp.zeros(rows, jnp.int32), *guesses], axis=1)
+        found = accept(everywhere, samplings, lengths, drafted, active, None)
+        tokens, accepted = np.asarray(found.tokens), np.asarray(found.accepted)
+        for at in range(count):
+            of_place[at] += np.bincount(tokens[accepted > at, at], minlength=vocabulary)
+        kept, drawn = kept + (accepted > 1).sum(), drawn + rows
+    shares = special.softmax(logits.astype(np.float64) / temperature, axis=1)
+    if top_p < 1:
+        ranked = np.sort(shares, axis=1)[:, ::-1]
+        least = [row[np.searchsorted(np.cumsum(row), top_p)] for row in ranked]
+        shares = np.where(shares >= np.array(least)[:, None], shares, 0.0)
+        shares /= shares.sum(axis=1, keepdims=True)
+    assert of_place.sum() > 100_000
+    for counts, share in zip(of_place, shares, strict=True):
+        assert not counts[share == 0].any()
+        assert stats.chisquare(counts[share > 0], share[share > 0] * counts.sum()).pvalue > 1e-4
+    assert kept / drawn > 0.75 > 3 * (shares[0] ** 2).sum()
 
 
 # What stands alone
