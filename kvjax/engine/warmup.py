@@ -154,11 +154,8 @@ class Warmup:
         step = decode_steps
         if launch.draft is not None:
             from kvjax.engine.drafts import draft_rounds as step
-        return [
-            functools.partial(
-                step, static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends, history=launch.history)
-            )
-        ]
+        static, inputs = static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends, history=launch.history)
+        return [functools.partial(step, static, inputs)]
 
     def step_call(
         self,
