@@ -75,9 +75,10 @@ class Admission:
     def caller(self, authorization: str) -> str:
         """The token that the value of the header `authorization` names; "" where none is needed. Unauthenticated if
         there is none."""
-        given, found = authorization.removeprefix("Bearer ").encode(), ""
+        scheme, _, given = authorization.partition(" ")
+        given, found = given.encode(), ""
         for token in self.options.tokens:  # all of them, so that the time says nothing
-            if hmac.compare_digest(given, token.encode()) and authorization.startswith("Bearer "):
+            if hmac.compare_digest(given, token.encode()) and scheme.lower() == "bearer":  # in any case (RFC 9110, section 11.1)
                 found = token
         if self.options.tokens and not found:
             raise Unauthenticated("the call needs a bearer token of the server: authorization: Bearer TOKEN")

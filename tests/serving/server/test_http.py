@@ -388,8 +388,13 @@ def test_tokens_and_restarts(engine, tmp_path):
         for wrong in ("none", TOKEN[:-1]):
             with client_of(server, api_key=wrong) as client, pytest.raises(openai.AuthenticationError):
                 client.models.list()
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics")
+        page = f"http://127.0.0.1:{server.http_port}/metrics"
+        for wrong in ({}, {"authorization": TOKEN}, {"authorization": f"Basic {TOKEN}"}, {"authorization": f"Bearer  {TOKEN}"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(page, headers=wrong))
+        for scheme in ("Bearer", "bearer"):
+            with urllib.request.urlopen(urllib.request.Request(page, headers={"authorization": f"{scheme} {TOKEN}"})) as answer:
+                assert answer.status == 200
         with client_of(server, api_key=TOKEN) as client:
             stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=600, temperature=0, stream=True)
             next(iter(stream))
