@@ -96,7 +96,8 @@ class SessionCore:
             try:
                 policy = self.policies.find(each.policy)
             except (InvalidArgument, ResourceExhausted):
-                missing.setdefault(f"{each.policy!s:.60}", each.id)
+                name = str(each.policy)[:60]
+                missing.setdefault(name if name.isprintable() else ascii(name), each.id)
                 continue
             self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), self.clock(), each.history, stored=True)
         if missing:

@@ -91,8 +91,9 @@ class Journal:
                 if not stat.S_ISREG(path.lstat().st_mode):  # a pipe would be waited for, and what a link leads to written to
                     raise ValueError(f"{path} cannot be read: it is a link, a pipe or a folder; delete it, or restore it")
                 content = path.read_bytes()
-            except OSError as error:
-                raise ValueError(f"{path} cannot be read: {error.strerror}; delete it, or restore it") from None
+            except (OSError, MemoryError) as error:
+                said = "it is larger than memory" if isinstance(error, MemoryError) else error.strerror
+                raise ValueError(f"{path} cannot be read: {said}; delete it, or restore it") from None
             policy, start, checksum = self._header(content, path)
             history, end, checksum = _records(content, start, checksum, path)
             self._ends[path.stem] = end, checksum

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.serving.sessions import core, runtime
+from kvjax.serving.sessions.journal import Journal
 
 WAIT = 60.0
 
@@ -77,3 +79,15 @@ def test_a_session_whose_policy_is_not_declared_any_more_names_it(tmp_path):
     assert "Start it with --policy" in str(caught.value)
     assert {"--policy top:2", "--policy window:4+20"} == set(re.findall(r"--policy \S+?(?=[ ,])", str(caught.value)))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else sees ids and histories
+
+
+def test_a_name_of_control_characters_reaches_no_terminal(tmp_path):
+    real = Journal._header
+    runtime = SessionRuntime(make_engine(), state=tmp_path)
+    session = runtime.create([1, 2, 3])
+    runtime.close()
+    forged = mock.patch.object(Journal, "_header", lambda self, content, path: ("\x1b[2J", *real(self, content, path)[1:]))
+    with forged, pytest.raises(ValueError, match="policies that this server does not have") as caught:
+        SessionRuntime(make_engine(), state=tmp_path)
+    assert str(caught.value).isprintable()
+    assert session.id in str(caught.value)

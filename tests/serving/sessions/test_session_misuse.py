@@ -13,6 +13,7 @@ import struct
 import subprocess
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -493,6 +494,19 @@ def test_what_is_no_file_of_its_own_is_named(tmp_path, kind):
         list(journal.load())
     journal.close()
     assert other.read_bytes() == before
+
+
+def test_a_file_larger_than_memory_is_named(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, "model")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2, 3]))
+
+    def too_large(path):
+        raise MemoryError
+
+    monkeypatch.setattr(Path, "read_bytes", too_large)
+    with pytest.raises(ValueError, match=f"{'a' * 32}.session cannot be read: it is larger than memory"):
+        list(journal.load())
+    journal.close()
 
 
 def test_a_torn_end_of_a_session_is_kept_and_said(tmp_path, caplog):
