@@ -142,6 +142,11 @@ class Shape:
         return self.stride * self.parts
 
     @property
+    def groups(self) -> int:
+        """Of 16 rows, in a tile, that a warp multiplies: all."""
+        return self.rows // 16
+
+    @property
     def turns(self) -> int:
         """Chunks of a warp per tile."""
         return -(-(self.width // self.operands.chunk) // (self.warps * self.split))

@@ -10,7 +10,6 @@ sums that the others send it, in the order of `tiles`. So a token has the bits t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from pallas_kernels.hopper.threads import lane_copies, lanes
 from pallas_kernels.matmul.project_tokens.shape import Shape
@@ -60,6 +59,11 @@ class TeamShape(Shape):
         return -(-self.rows // (16 * self.warps)) * 16
 
     @property
+    def groups(self) -> int:
+        """Of 16 rows, in a tile, that a warp multiplies: those of its own."""
+        return self.own // 16
+
+    @property
     def slot_words(self) -> int:
         """Words of a chunk of a warp."""
         return self.own * self.row_words
@@ -104,7 +108,7 @@ class TeamTiles(Tiles):
     def run(self) -> None:
         """All tiles."""
         s = self.s
-        acc = [lanes.f32(0.0)] * (len(self.matrices) * s.sums)
+        acc = [lanes.f32(0.0)] * (s.groups * s.sums)
 
         def meanwhile():
             if s.norm_eps is not None:
@@ -128,11 +132,6 @@ class TeamTiles(Tiles):
     def tokens_here(self) -> tuple[lanes.Scalar, int]:
         """The first token that this CTA finishes, and how many there are at most."""
         return self.rank * COLUMNS, COLUMNS
-
-    @property
-    def matrices(self) -> Sequence[int]:
-        """The 16 rows, of those of this warp, that it multiplies: all."""
-        return range(self.s.own // 16)
 
     def _fetch(self, n, place) -> None:
         """Start copying this warp's weights of chunk number `n`."""
@@ -203,7 +202,7 @@ class TeamTiles(Tiles):
         s, sums_s = self.s, self.scratch["sums_s"]
         g, t = lanes.lane() >> 2, lanes.lane() & 3
         lanes.cluster_wait()  # all have read the sums of the tile before
-        for m in self.matrices:
+        for m in range(s.groups):
             first = lanes.warp() * s.own + 16 * m
             with lanes.when(first < s.rows):
                 for column in range(s.column_tiles):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -39,7 +38,7 @@ class Tiles:
 
     def run(self) -> None:
         s = self.s
-        acc = [lanes.f32(0.0)] * (s.rows // 16 * s.sums)
+        acc = [lanes.f32(0.0)] * (s.groups * s.sums)
 
         def meanwhile():
             if s.format and not s.in_blocks and not s.half:  # rows of heads are found by divisions, which take longer than it saves
@@ -59,11 +58,6 @@ class Tiles:
     def tokens_here(self) -> tuple[lanes.Scalar, int]:
         """The first token whose results this CTA finishes, and how many there are."""
         return lanes.i32(0), self.s.tokens
-
-    @property
-    def matrices(self) -> Sequence[int | lanes.Scalar]:
-        """The 16 rows of the tile, by number, that this warp multiplies: all."""
-        return range(self.s.rows // 16)
 
     def _chunk(self, n):
         """Number of the chunk n of this part, and whether there is one."""
@@ -200,13 +194,13 @@ class Tiles:
         tokens = self._tokens(*self._tokens_of(n))
         sums = [[lanes.f32(0.0)] * 4 for _ in before] if s.in_blocks else before
         for step in range(s.operands.steps):
-            for number_of_m, m in enumerate(self.matrices):
+            for m in range(s.groups):
                 own = tuple(self._of_rows(zeros, m)) if s.zeros else (None, None)
                 operands = s.operands.weights(ring_s, slot + m * 16 * s.row_words, step, own)
                 for number, words in enumerate(operands, step * s.operands.mmas):
-                    for at, of_tokens in enumerate(tokens, number_of_m * len(tokens)):
+                    for at, of_tokens in enumerate(tokens, m * len(tokens)):
                         sums[at] = lane_pairs.mma(sums[at], words, of_tokens[2 * number :][:2], s.dtype)
-        for m in range(s.rows // 16 if s.in_blocks else 0):
+        for m in range(s.groups if s.in_blocks else 0):
             low, high = map(lanes.bits, self._of_rows(scales, m))
             for at in range(m * len(tokens), (m + 1) * len(tokens)):
                 scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
@@ -218,7 +212,7 @@ class Tiles:
         s, ring_s, slot = self.s, self.scratch["ring_s"], self._slot(n)
         words, ones = s.digits.operands(functools.partial(self._of_unit, ring_s, slot + s.rows * s.row_words))
         sums = []
-        for m in range(s.rows // 16):
+        for m in range(s.groups):
             found = [[lanes.i32(0)] * 4 for _ in words]
             for step in range(s.operands.steps):
                 weights = s.operands.words(ring_s, slot + m * 16 * s.row_words, step)
@@ -298,7 +292,7 @@ class Tiles:
         buffer = tile % 2 * s.sums_words
         sums_s = self.scratch["sums_s"]
         of_tokens = s.digits.of_tokens if s.digits else _of_tokens
-        for results in zip(*(of_tokens(acc[m * s.sums :][: s.sums]) for m in range(s.rows // 16)), strict=True):
+        for results in zip(*(of_tokens(acc[m * s.sums :][: s.sums]) for m in range(s.groups)), strict=True):
             token, _, own = results[0]
             there = token < s.tokens if own is None else own & (token < s.tokens)
             with lanes.when(there):
