@@ -90,7 +90,7 @@ class Launched:
 
 def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, launch: Launch | None) -> tuple[Hashable, ...]:
     """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables."""
-    which = (1,) if launch is None else launch.program
+    which = (1,) if launch is None else launch.program_key
     return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, *which
 
 

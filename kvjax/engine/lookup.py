@@ -15,9 +15,11 @@ than `LEAST` there are no drafts."""
 
 
 def look_up(history: Int[Array, "B M"], last: Int[Array, "B"], count: int) -> Int[Array, "B T"]:
-    """The `count` tokens after the latest place before which the tokens up to place `last` stand, too; -1 in rows that
-    have no such place. history: the tokens of each row, up to place `last`. A continuation that reaches `last` goes on
-    from its own start."""
+    """What followed the latest tokens of each row when they came before: `count` tokens, -1 in rows where they did not.
+
+    history: int32, the tokens of each row. last: the place of its latest one; what lies behind it is not read. What
+    followed may reach the latest token itself; from there on it is repeated.
+    """
     places = jnp.arange(history.shape[1], dtype=jnp.int32)
     matched, alike = jnp.zeros(history.shape, jnp.int32), (places[None] >= 1) & (places[None] <= last[:, None])
     for back in range(LONGEST):

@@ -35,7 +35,7 @@ class Launch:
     row or row by row; a row that ends early writes fewer, and must not be used afterwards without correcting its
     sequence's length. draft: so many rounds in place of steps (`kvjax.engine.drafts`); then `Sampled.accepted`
     says how many tokens each row has more. history: for drafts that are looked up, the tokens of each row, its latest
-    one the last, with room for those that the launch makes."""
+    one the last, with room for those that the launch makes; or its shape, before the launch is certain."""
 
     steps: int
     ends: Ends
@@ -49,7 +49,7 @@ class Launch:
         return self.ends, self.history
 
     @property
-    def program(self) -> tuple[Any, ...]:
+    def program_key(self) -> tuple[Any, ...]:
         """What its program is compiled for, besides what every step's is."""
         return self.steps, self.draft, *self.ends.stop_ids.shape, *(() if self.history is None else self.history.shape)
 

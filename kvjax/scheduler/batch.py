@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from kvjax.compilation import program
+from kvjax.compilation import program, shape_of
 from kvjax.engine.multi_step import STOP_IDS, Ends
 from kvjax.engine.sampling import NotFinite, Sampling, SamplingRows
 from kvjax.engine.sequence import CachedSequence
@@ -386,7 +386,7 @@ class Batch:
         """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some
         sample has as many tokens left. A stop string ends a sample when the host has read the launch; what the device
         has made behind it is dropped. rounds: of drafting, in place of steps, if no sequence then has more
-        tokens than `longest`; its `ends` are found here."""
+        tokens than `longest`; its `ends` are found here, and the shape of its history (`with_history`)."""
         if not self._active.steps:
             self._active.close()
             self._active = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
@@ -399,7 +399,7 @@ class Batch:
         given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
         launch = self._launch(steps)
         if rounds is not None and self._active.longest + rounds.written <= longest:
-            history = None if rounds.draft.policy is not None else self._history(rounds.written)
+            history = None if rounds.draft.policy is not None else self._history_shape(rounds.written)
             launch, self._drafted = dataclasses.replace(rounds, ends=self._device_ends(), history=history), rounds.draft.tokens
         return DecodeGroup(*given, launch=launch, reach=self._active.reach)
 
@@ -409,16 +409,21 @@ class Batch:
             return None
         return Launch(steps, self._device_ends(), steps if active.steps >= steps else np.minimum(active.left, steps))
 
-    def _history(self, more: int) -> Int[Array, "B M"]:
-        """The tokens of each slot, with room for so many more. M is a power of two, so that few programs are
-        compiled."""
+    def _history_shape(self, more: int) -> jax.ShapeDtypeStruct:
+        """Of the tokens of each slot, with room for so many more: a power of two, so that few programs are compiled."""
+        return shape_of((self.size, 1 << (self._active.longest + more - 1).bit_length()), np.int32)
+
+    def with_history(self, group: DecodeGroup) -> DecodeGroup:
+        """The group with the tokens of each slot, if its drafts are looked up. All tokens must have been read."""
+        if group.launch is None or group.launch.history is None:
+            return group
         self._active.settle()
-        rows = np.zeros((self.size, 1 << (self._active.longest + more - 1).bit_length()), np.int32)
+        rows = np.zeros(group.launch.history.shape, np.int32)
         for row, sample in zip(rows, self._active.samples, strict=True):
             if sample is not None:
                 ids = sample.state.ids
                 row[: len(ids)], row[len(ids) : len(ids) + len(sample.ids)] = ids, sample.ids
-        return jax.device_put(rows)
+        return dataclasses.replace(group, launch=dataclasses.replace(group.launch, history=jax.device_put(rows)))
 
     def _device_ends(self) -> Ends:
         """Where samples end, for the device."""

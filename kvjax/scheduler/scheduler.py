@@ -507,7 +507,7 @@ class Scheduler:
         if self._pending:  # steps before rounds are read first: their time is not that of the rounds
             self._read()
             group = batch.group(1, rounds, longest)
-        return group
+        return group and batch.with_history(group)
 
     def _drafting_of(self, policy: DecodePolicy) -> Drafting:
         if policy not in self._drafting:

@@ -40,9 +40,9 @@ from pallas_kernels.matmul.project_tokens.shape import Shape
 from pallas_kernels.matmul.project_tokens.team_tiles import LEAST_WORDS, TeamShape, TeamTiles
 from pallas_kernels.matmul.project_tokens.tiles import Tiles
 
-FEW, MAX_TOKENS, MAX_TOKENS_PACKED = 32, 64, 16
-"""Tokens of arrays up to which each CTA takes all (`tiles`); up to which teams share them (`team_tiles`); and of packed
-matrices."""
+MAX_TOKENS_ALONE, MAX_TOKENS, MAX_TOKENS_PACKED = 32, 64, 16
+"""Tokens of arrays up to which a CTA takes all of them alone (`tiles`); up to which teams share them (`team_tiles`);
+and of packed matrices."""
 
 
 def tokens_alike(*, packed: bool) -> int:
@@ -57,8 +57,9 @@ def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str
         return f"it is for decode steps, at most {most} tokens, got {x.shape[0]}"
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, got {x.dtype}"
-    if x.shape[0] > FEW and not is_packed(weights[0]) and lanes.shared_words() < LEAST_WORDS:
-        return f"more than {FEW} tokens need {LEAST_WORDS // 256} KiB of shared memory, and this GPU has {lanes.shared_words() // 256}"
+    if x.shape[0] > MAX_TOKENS_ALONE and not is_packed(weights[0]) and lanes.shared_words() < LEAST_WORDS:
+        sizes = f"{LEAST_WORDS // 256} KiB of shared memory, and this GPU has {lanes.shared_words() // 256}"
+        return f"more than {MAX_TOKENS_ALONE} tokens need {sizes}"
     if norm is not None and x.dtype == jnp.float16:
         return "tokens are multiplied by the norm's weight before they are scaled, which may be more than float16 holds"
     if norm is not None and call.norm_offset not in (0.0, 1.0):
@@ -96,7 +97,7 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     reason = unsupported(call, x, weights, biases, norm, rotation, residual)
     if reason:
         raise NotImplementedError(f"project_tokens 'mosaic_gpu': {reason}")
-    team = x.shape[0] > FEW and not is_packed(weights[0])
+    team = x.shape[0] > MAX_TOKENS_ALONE and not is_packed(weights[0])
     s = (TeamShape if team else Shape)(
         *x.shape,
         features=tuple(w.shape[0] for w in weights),

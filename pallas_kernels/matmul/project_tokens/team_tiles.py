@@ -10,6 +10,8 @@ sums that the others send it, in the order of `tiles`. So a token has the bits t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 
 from pallas_kernels.hopper.threads import lane_copies, lanes
 from pallas_kernels.matmul.project_tokens.shape import Shape
@@ -231,11 +233,8 @@ class TeamTiles(Tiles):
 
     def _totals(self, buffer, row, token) -> list:
         """The sums of all parts, of rows `row` and `row + 1` of the tile."""
-        totals = []
-        for one in (row, row + 1):
-            sums = [lanes.load_shared(self.scratch["sums_s"], self._sum_at(token, one, part), "f32")[0] for part in range(self.s.split)]
-            total = sums[0]
-            for x in sums[1:]:
-                total = total + x
-            totals.append(total)
-        return totals
+
+        def load(one, part):
+            return lanes.load_shared(self.scratch["sums_s"], self._sum_at(token, one, part), "f32")[0]
+
+        return [functools.reduce(operator.add, [load(one, part) for part in range(self.s.split)]) for one in (row, row + 1)]

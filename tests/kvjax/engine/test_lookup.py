@@ -9,6 +9,7 @@ from tiny_models import make_family, shallow
 
 from kvjax import Engine
 from kvjax.engine.lookup import LEAST, LONGEST, look_up, with_tokens
+from kvjax.scheduler.batch import Batch
 from kvjax.scheduler.drafting import Drafting
 
 
@@ -63,3 +64,13 @@ def test_an_answer_that_repeats_itself_takes_fewer_rounds(monkeypatch):
     assert found.token_ids == expected.token_ids
     assert found.round_tokens / found.rounds > 1.4
     assert found.keys_per_step < 1.3 * expected.keys_per_step, "drafts read nothing, but what is dropped at the end counts"
+
+
+def test_no_history_is_made_while_the_program_is_compiled(monkeypatch):
+    """A step would wait for it, and a long one takes milliseconds."""
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: False)
+    monkeypatch.setattr(Batch, "with_history", lambda self, group: 1 / 0)
+    engine = engine_of(shallow(make_family("llama")), ("dense",))
+    (found,) = answers(engine, [asked([5, 6, 7], 9)], draft="lookup")
+    assert (len(found.token_ids), found.rounds) == (9, 0)

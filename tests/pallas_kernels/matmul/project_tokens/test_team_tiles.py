@@ -51,7 +51,7 @@ def expected(name: str) -> tuple:
 def emulated(monkeypatch):
     """The kernel on threads, by two teams with low tiles, so that there are several."""
     monkeypatch.setattr(dispatch, "multiprocessors", lambda: 24)
-    monkeypatch.setattr(mosaic_gpu, "FEW", 8)
+    monkeypatch.setattr(mosaic_gpu, "MAX_TOKENS_ALONE", 8)
     monkeypatch.setattr(team_tiles, "MOST_ROWS", (128,))
 
     def run(name: str, positional, keywords):
