@@ -29,8 +29,7 @@ class Result:
 
     Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed.
     rounds, round_tokens: as in `Completion`, of all samples. out_of_pages: whether it failed because the pool is too
-    small. missed: the fields of `kvjax.engine.missed.Missed`,
-    where the policy is watched.
+    small. missed: the fields of `kvjax.engine.missed.Missed`, where the policy is watched.
     """
 
     line: int
