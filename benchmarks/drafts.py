@@ -1,7 +1,8 @@
 """Drafts: how many are right (`acceptance`), and what they gain by the clock (`rounds`).
 
 Random weights say nothing of how many drafts are right. So `rounds` replays a share that was measured elsewhere: each
-draft is right by a throw of dice, and everything else runs as it does for a user.
+draft is right by a throw of dice, and everything else runs as it does for a user. Tokens that are looked up need text
+that repeats: there the model's tokens are replaced by those of a text, and a draft is right if it is the text's.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import typer
 from scipy import optimize
 
 from benchmarks.hollow import FakeEngine, random_model
 from benchmarks.run import BenchFormatOption, LayersOption, PackedOption, ShapeOption, config_of_shape, main, run
-from kvjax.engine import drafts
+from kvjax.engine import drafts, multi_step, sampling, steps
 from kvjax.engine.engine import Engine
-from kvjax.engine.sampling import Sampling, accept
+from kvjax.engine.sampling import Sampling, accept, sample
 from kvjax.evaluation.needle import encode_text
 from kvjax.evaluation.retrieval import prompt_start
 from kvjax.evaluation.teacher_forcing import text_windows
 from kvjax.generation import run as run_requests
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Model
+from kvjax.policies.decode.naming import LOOKUP, policies_of_draft
 from kvjax.scheduler.drafting import TOKENS, Drafting, draft_of
 from kvjax.scheduler.request import Completion, Request
 from kvjax.serving.bench.decode import pages_of
@@ -37,6 +40,37 @@ from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, load_
 
 SKIPPED = 128
 """Tokens of an answer that are not timed: programs are compiled, and the scheduler settles."""
+
+
+@contextlib.contextmanager
+def saying(text: Sequence[int]) -> Iterator[None]:
+    """Whatever is sampled inside, each token is that of this text at its place."""
+    known = jnp.asarray(text, jnp.int32)
+
+    def said(logits, rows, positions, counts=None):
+        return sample(logits, rows, positions, counts).replace(tokens=known[positions])
+
+    modules = drafts, multi_step, sampling, steps
+    for module in modules:
+        module.sample = said
+    jax.clear_caches()  # programs that were traced know the function
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.sample = sample
+        jax.clear_caches()
+
+
+def repeating_text(vocab_size: int, prompt: int, answer: int, copied: int, fresh: int, seed: int = 0) -> list[int]:
+    """A prompt of random tokens, and an answer that copies `copied` tokens from anywhere in the prompt, says `fresh`
+    random ones, and so on."""
+    draw = np.random.default_rng(seed)
+    text = draw.integers(0, vocab_size, prompt).tolist()
+    while len(text) < prompt + answer:
+        start = int(draw.integers(prompt - copied))
+        text += text[start : start + copied] + draw.integers(0, vocab_size, fresh).tolist()
+    return text[: prompt + answer]
 
 
 @contextlib.contextmanager
@@ -63,7 +97,8 @@ def draft_rows(
     lengths: tuple[int, ...],
     policy: str,
     draft: str,
-    acceptance: float,
+    acceptance: float | None,
+    repeats: tuple[int, int] | None,
     weights: str | None,
     cache_format: str | None,
     slots: int,
@@ -72,20 +107,24 @@ def draft_rows(
     say: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
     """For each length a row with seconds of a token without drafts and with them, medians of `rounds` answers, which
-    take turns; and the tokens of a round, as they came out. Prompts are not computed."""
+    take turns; and the tokens of a round, as they came out. Prompts are not computed. acceptance: of `replayed`; None:
+    the tokens are those of `repeating_text`, with `repeats`, the tokens that it copies and those between."""
     say("weights")
     model = random_model(config, weights)
     for length in lengths:
         pages = slots * (pages_of(length) + 2) + 2
-        engine = FakeEngine(model, policy, policies=(draft,), pages=pages, batch_buckets=(slots,), cache_format=cache_format)
+        engine = FakeEngine(
+            model, policy, policies=policies_of_draft(draft), pages=pages, batch_buckets=(slots,), cache_format=cache_format
+        )
         engine.fill_pages()
         seconds: dict[str | None, list[float]] = {None: [], draft: []}
         counted = []
-        with replayed(acceptance):
+        text = [1] * length if repeats is None else repeating_text(config.vocab_size, length - answer, answer, *repeats)
+        with saying(text) if acceptance is None else replayed(acceptance):
             for number in range(-1, rounds + 1):
                 for each in seconds:
                     say(f"{length:,} tokens, {f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {each or 'no drafts'}")
-                    one, completions = _seconds_per_token(engine, length - answer, answer, slots, each)
+                    one, completions = _seconds_per_token(engine, text[: length - answer], answer, slots, each)
                     if number < 0:  # what runs rounds is compiled beside the answer, and called first in the next one
                         concurrent.futures.wait(engine.compiling)
                     if number > 0:
@@ -104,6 +143,7 @@ def draft_rows(
             "slots": slots,
             "answer": answer,
             "acceptance": acceptance,
+            "repeats": repeats,
             "round": draft_of(engine, draft, slots).tokens,
             "tokens_per_round": sum(tokens for tokens, _ in counted) / max(1, sum(count for _, count in counted)),
             "plain_s": plain,
@@ -115,11 +155,10 @@ def draft_rows(
         del engine
 
 
-def _seconds_per_token(engine: FakeEngine, prompt: int, answer: int, slots: int, draft: str | None) -> tuple[float, list[Any]]:
+def _seconds_per_token(engine: FakeEngine, prompt: list[int], answer: int, slots: int, draft: str | None) -> tuple[float, list[Any]]:
     """Seconds of a token of each request, behind the first `SKIPPED`, and the completions."""
     times: list[float] = []
-    sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
-    requests = [Request([number + 1] * prompt, sampling) for number in range(slots)]
+    requests = [Request(prompt, Sampling(max_new_tokens=answer, ignore_eos=True))] * slots
     done = []
     for _, completion in run_requests(engine, requests, slots=slots, draft=draft, on_token=lambda *_: times.append(time.perf_counter())):
         if completion.error is not None:
@@ -133,8 +172,11 @@ def rounds_command(
     shape: ShapeOption = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of sequences at their end, separated by commas.")] = "131072",
     policy: Annotated[str, typer.Option(help="Policy of the answer.")] = "dense",
-    draft: Annotated[str, typer.Option(help="Policy that drafts.")] = "top:32",
-    acceptance: Annotated[float, typer.Option(help="Share of drafts that are right.", min=0.0, max=1.0)] = 0.97,
+    draft: Annotated[str, typer.Option(help="Policy that drafts, or lookup.")] = "top:32",
+    acceptance: Annotated[float, typer.Option(help="Share of a policy's drafts that are right.", min=0.0, max=1.0)] = 0.97,
+    repeats: Annotated[
+        tuple[int, int], typer.Option(help="For lookup: tokens that an answer copies from its prompt, and new ones behind them, in turn.")
+    ] = (64, 16),
     weights: PackedOption = "none",
     cache_format: BenchFormatOption = None,
     slots: Annotated[int, typer.Option(help="Sequences that are decoded together.", **whole())] = 1,
@@ -145,7 +187,8 @@ def rounds_command(
     json_out: JsonOption = None,
 ) -> None:
     """Time the tokens of requests through kvjax.run, with rounds that draft and without."""
-    sizes = {"lengths": tuple(int(each) for each in lengths.split(",")), "policy": policy, "draft": draft, "acceptance": acceptance}
+    sizes = {"lengths": tuple(int(each) for each in lengths.split(",")), "policy": policy, "draft": draft}
+    sizes |= {"acceptance": None, "repeats": repeats} if draft == LOOKUP else {"acceptance": acceptance, "repeats": None}
     sizes |= {"weights": None if weights == "none" else weights, "cache_format": cache_format}
     sizes |= {"slots": slots, "answer": answer, "rounds": rounds}
     config = config_of_shape(shape, layers, dtype)

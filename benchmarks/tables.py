@@ -121,7 +121,8 @@ def draft_round_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds of a token, without drafts and with them."""
     policies = f"`{row['policy']}`", f"`{row['draft']}`"
     times = f"{row['plain_s'] * 1e3:.2f}", f"{row['drafted_s'] * 1e3:.2f}", f"{row['times']:.2f}"
-    counts = f"{row['acceptance']:g}", f"{row['tokens_per_round']:.1f} of {row['round']}"
+    right = "copies" if row["acceptance"] is None else f"{row['acceptance']:g}"
+    counts = right, f"{row['tokens_per_round']:.1f} of {row['round']}"
     return shape_text(row), tokens_text(row["tokens"]), str(row["slots"]), *_packing(row), *policies, *counts, *times
 
 
@@ -406,6 +407,6 @@ def made(kind: str, rows: list[Row]) -> str:
         "agents",
         "minutes",
     )
-    told += ("kind", "phase", "open", "history", "cache_format", "cached", "draft", "acceptance", "slots")
+    told += ("kind", "phase", "open", "history", "cache_format", "cached", "draft", "acceptance", "slots", "draft_weights")
     latest = {(*(row.get(name) for name in told), row.get("steps_per_launch", 1)): row for row in rows}  # 1 in older rows
     return markdown(columns, map(cells, latest.values()))

@@ -41,10 +41,10 @@ ALONE = {("append_tokens", "mosaic_gpu"), ("gather_attention", "mosaic_gpu"), ("
 """The ops of a dense step, and the implementations for which that holds."""
 
 
-@decode_program(WHOLE_COPY, WHOLE_COPY, WHOLE_COPY)
+@decode_program(WHOLE_COPY, WHOLE_COPY, WHOLE_COPY, WHOLE_COPY)
 def draft_rounds(
     static: StepStatic, inputs: StepInputs
-) -> tuple[Sampled, Int[Array, "N B C"], Ends, Cache, tuple[Any, ...], AttentionStats]:
+) -> tuple[Sampled, Int[Array, "N B C"], Ends, Int[Array, "B M"] | None, Cache, tuple[Any, ...], AttentionStats]:
     """`static.steps` rounds in one call. A round drafts T - 1 tokens after each row's certain one, verifies all, and
     keeps those before the first that is wrong. T is `static.draft.tokens`. DONATES cache and counts.
 
@@ -55,8 +55,8 @@ def draft_rounds(
     Returns:
         What was sampled after each row's last token that stays, and in `accepted` how many stayed in all rounds; what
         the host reads of each of the N = rounds * T tokens, as `kvjax.engine.step_output.pack` packs it, with -1 for
-        one that does not stay; where rows end in the next launch; and what drafting and verifying read together, which
-        the host finds in the first row of each round.
+        one that does not stay; where rows end in the next launch; the tokens of each row, if drafts are looked up; and
+        what drafting and verifying read together, which the host finds in the first row of each round.
     """
     _, cache, tokens, active, states, rows, counts, ends, history, following = inputs
     cache = cache if following is None else name_pages(cache, following)
@@ -91,8 +91,8 @@ def draft_rounds(
     last = Sampled(tokens, jnp.zeros(size, jnp.float32), jnp.ones(size, bool), counts=counts, accepted=none)
     packed = jnp.zeros((static.steps, static.draft.tokens, size, packed_width(ranks)), jnp.int32)
     carry = _pool(cache), states, last, ends, packed, history, AttentionStats.none(cache)
-    pool, states, last, ends, packed, _, reads = jax.lax.fori_loop(0, static.steps, one, carry)
-    return last, packed.reshape(-1, *packed.shape[2:]), ends, cache.replace(**pool), states, reads
+    pool, states, last, ends, packed, history, reads = jax.lax.fori_loop(0, static.steps, one, carry)
+    return last, packed.reshape(-1, *packed.shape[2:]), ends, history, cache.replace(**pool), states, reads
 
 
 def _packed(sampled: Sampled, reads: AttentionStats) -> Int[Array, "T B C"]:

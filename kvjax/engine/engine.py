@@ -38,7 +38,7 @@ from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.engine.sequence import CachedSequence, check_usable
 from kvjax.engine.sharding import spec_on_mesh
-from kvjax.engine.step_output import AttentionStats
+from kvjax.engine.step_output import AttentionStats, count_tokens_that_stay
 from kvjax.engine.step_plan import (
     DRAFTS,
     Chunk,
@@ -385,15 +385,10 @@ class Engine:
         groups = [self._checked(each) for each in check_plan(plan).decodes]
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(groups, plan.chunks)
-        decodes = tuple([self._sent(self._decode(each)) for each in groups])
+        decodes = tuple([self._decode(each) for each in groups])
         for each in plan.chunks if self._compile_ahead.running else ():
             self._compile_ahead.wait(self._runs[each.sequence].program)
         return StepResult(decodes, tuple([self._prefiller.advance_one_of(self._runs, each.sequence, each.slices) for each in plan.chunks]))
-
-    def _sent(self, decoded: Decoded) -> Decoded:
-        if not self._pool.on_cpu:  # there the host reads the array in place
-            decoded.packed.copy_to_host_async()
-        return decoded
 
     @guarded
     def decode_and_sample(
@@ -855,11 +850,15 @@ class Engine:
                 from kvjax.engine.drafts import draft_rounds as step
         sizes = {"written": group.written, "launch": launch, "reach": group.reach}
         launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, **sizes)
-        sampled, packed, *ends = launched.results
+        sampled, packed, *following = launched.results
         drafted = sampled.accepted is not None
-        self._keep(launched, np.asarray(sampled.accepted) if drafted else group.written)
+        if not self._pool.on_cpu:  # there the host reads the array in place
+            packed.copy_to_host_async()
+        if drafted:
+            kept = np.asarray(sampled.accepted) if launch is None else count_tokens_that_stay(np.asarray(packed))
+        self._keep(launched, kept if drafted else group.written)
         self._sampled = None if drafted or sampled.counts is not None else sampled.tokens
-        return Decoded(sampled, self.last_reads, packed, *ends)
+        return Decoded(sampled, self.last_reads, packed, *following)
 
     def _launch(
         self,

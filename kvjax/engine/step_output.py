@@ -97,6 +97,11 @@ def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Step
     )
 
 
+def count_tokens_that_stay(packed: Int32[np.ndarray, "N B C"]) -> Int32[np.ndarray, "B"]:
+    """Of rounds of drafting, how many of their N tokens stay in each row: the others are -1."""
+    return (packed[:, :, TOKENS] >= 0).sum(axis=0, dtype=np.int32)
+
+
 def listed(packed: Int32[np.ndarray, "B C"]) -> tuple[list[int], list[int], list[int], list[int]]:
     """What every step without drafts needs from `pack`, as lists: tokens, whether each is finite, blocks, keys.
     `unpack` gives everything. MissingPages if pages were missing."""

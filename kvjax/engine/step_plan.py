@@ -182,13 +182,14 @@ def check_launch(group: DecodeGroup) -> None:
 class Decoded:
     """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as
     `kvjax.engine.step_output.pack` packs them; `Engine.step` has begun to copy it to the host. Of a launch of N steps:
-    sampled and reads are of the last one, packed has an axis N first, and ends says where rows end in the next
-    launch."""
+    sampled and reads are of the last one, packed has an axis N first, and ends says where rows end in the next launch.
+    history: after rounds whose drafts were looked up, that of the next launch."""
 
     sampled: Sampled
     reads: AttentionStats
     packed: Int[Array, "*N B C"]
     ends: Ends | None = None
+    history: Int[Array, "B M"] | None = None
 
     def read(self) -> StepOutput:
         """Wait for the step, and copy its results to the host, except the counts. Not for a launch of several."""

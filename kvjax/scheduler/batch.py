@@ -16,7 +16,7 @@ from kvjax.compilation import program, shape_of
 from kvjax.engine.multi_step import STOP_IDS, Ends
 from kvjax.engine.sampling import NotFinite, Sampling, SamplingRows
 from kvjax.engine.sequence import CachedSequence
-from kvjax.engine.step_output import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
+from kvjax.engine.step_output import BLOCKS, FINITE, KEYS, TOKENS, count_tokens_that_stay, listed, unpack
 from kvjax.engine.step_plan import Decoded, DecodeGroup, Launch
 from kvjax.policies.decode.base import is_watched
 from kvjax.scheduler.request import Completion, Request
@@ -355,6 +355,7 @@ class Batch:
     def __init__(self, policy: DecodePolicy, size: int, vocab_size: int):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
         self._ends: Ends | None = None  # where samples end on the device, after a launch of several steps
+        self._history: Int[Array, "B M"] | None = None  # the samples' tokens on the device, after rounds that looked drafts up
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
@@ -371,7 +372,7 @@ class Batch:
         self._active.close()
         self.samples[slot], self._rows = sample, None
         self._tokens = _set_token(self._tokens, slot, token)
-        self._ends = None
+        self._ends = self._history = None
         if counts is not None:
             if self._counts is None:
                 self._counts = jnp.zeros((self.size, self._vocab_size), jnp.int32)
@@ -380,7 +381,7 @@ class Batch:
     def remove(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
         self._active.close()
-        self.samples[self.samples.index(sample)] = self._rows = self._ends = None
+        self.samples[self.samples.index(sample)] = self._rows = self._ends = self._history = None
 
     def group(self, steps: int = 1, rounds: Launch | None = None, longest: int = 0) -> DecodeGroup | None:
         """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some
@@ -417,6 +418,8 @@ class Batch:
         """The group with the tokens of each slot, if its drafts are looked up. All tokens must have been read."""
         if group.launch is None or group.launch.history is None:
             return group
+        if self._history is not None and self._history.shape == group.launch.history.shape:
+            return dataclasses.replace(group, launch=dataclasses.replace(group.launch, history=self._history))
         self._active.settle()
         rows = np.zeros(group.launch.history.shape, np.int32)
         for row, sample in zip(rows, self._active.samples, strict=True):
@@ -434,9 +437,11 @@ class Batch:
 
     def launched(self, decoded: Decoded) -> PendingStep:
         """The step of `group` was launched, or its steps or its round."""
-        self._tokens, self._counts, self._ends = decoded.sampled.tokens, decoded.sampled.counts, decoded.ends
+        self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
+        self._ends, self._history = decoded.ends, decoded.history
         if decoded.sampled.accepted is not None:
-            accepted, packed = np.asarray(decoded.sampled.accepted), np.asarray(decoded.packed)
+            packed = np.asarray(decoded.packed)
+            accepted = count_tokens_that_stay(packed)
             rounds = (packed[:: self._drafted, :, TOKENS] >= 0).sum(axis=0)
             self._active.drafted(accepted, rounds)
             return PendingStep(self._active.samples, decoded.packed, self._active, 0, accepted)

@@ -6,9 +6,14 @@ import kvjax
 from benchmarks import drafts
 from benchmarks.tables import acceptance_cells, draft_round_cells
 from kvjax.engine import drafts as rounds
-from kvjax.engine.sampling import accept
+from kvjax.engine.sampling import accept, sample
 from kvjax.scheduler.drafting import TOKENS, Drafting
 from kvjax.serving.bench.decode import config_of
+
+
+def rows_of(draft, **given):
+    sizes = {"lengths": (384,), "policy": "dense", "draft": draft, "weights": None, "cache_format": None}
+    return drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=140, rounds=1, **given)
 
 
 def test_answers_with_drafts_take_turns_with_others(monkeypatch):
@@ -21,8 +26,7 @@ def test_answers_with_drafts_take_turns_with_others(monkeypatch):
 
     monkeypatch.setattr(drafts, "run_requests", run)
     monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
-    sizes = {"lengths": (384,), "policy": "dense", "draft": "window:8+56", "acceptance": 0.9, "weights": None, "cache_format": None}
-    (row,) = drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=140, rounds=1)
+    (row,) = rows_of("window:8+56", acceptance=0.9, repeats=None)
     assert [each[:2] for each in seen] == 3 * [(None, 140), ("window:8+56", 140)]
     assert seen[-1] == ("window:8+56", 140, True)
     assert not any(found for draft, _, found in seen if draft is None)
@@ -30,6 +34,32 @@ def test_answers_with_drafts_take_turns_with_others(monkeypatch):
     assert 1 <= row["tokens_per_round"] <= TOKENS
     assert draft_round_cells(row)[5:8] == ("`dense`", "`window:8+56`", "0.9")
     assert rounds.accept is accept, "only rounds that are compiled inside are replayed"
+
+
+def test_a_text_that_repeats_is_looked_up(monkeypatch):
+    said, real = [], drafts.run_requests
+
+    def run(engine, requests, **options):
+        for request, completion in real(engine, requests, **options):
+            said.append(completion.token_ids)
+            yield request, completion
+
+    monkeypatch.setattr(drafts, "run_requests", run)
+    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    (row,) = rows_of("lookup", acceptance=None, repeats=(64, 16))
+    vocab_size = config_of("tiny", 1, "float32").vocab_size
+    text = drafts.repeating_text(vocab_size, 244, 140, 64, 16)
+    assert said == 6 * [tuple(text[244:])]
+    assert 2 < row["tokens_per_round"] < TOKENS
+    assert rounds.sample is sample
+
+
+def test_a_repeating_text_copies_its_prompt():
+    text = drafts.repeating_text(1000, 200, 170, 64, 16)
+    assert len(text) == 370
+    for start in (200, 280):
+        copied = text[start : start + 64]
+        assert any(text[at : at + 64] == copied for at in range(200 - 64))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
