@@ -30,14 +30,16 @@ from kvjax.evaluation.retrieval import prompt_start
 from kvjax.evaluation.teacher_forcing import text_windows
 from kvjax.generation import run as run_requests
 from kvjax.model.config import ModelConfig
-from kvjax.model.protocols import Model
+from kvjax.models import CausalLM
 from kvjax.policies.decode.naming import LOOKUP, policies_of_draft
-from kvjax.scheduler.drafting import TOKENS, Drafting, draft_of
+from kvjax.scheduler.drafting import BY_POLICY, Drafting, draft_of
 from kvjax.scheduler.request import Completion, Request
 from kvjax.serving.bench.decode import pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, load_model, read_texts, whole
 
+DraftWeightsOption = Annotated[str, typer.Option(help="How the weights that draft are packed, as kvjax.load takes it, or none.")]
+TOKENS, _ = BY_POLICY
 SKIPPED = 128
 """Tokens of an answer that are not timed: programs are compiled, and the scheduler settles."""
 
@@ -100,6 +102,7 @@ def draft_rows(
     acceptance: float | None,
     repeats: tuple[int, int] | None,
     weights: str | None,
+    draft_weights: str | None,
     cache_format: str | None,
     slots: int,
     answer: int,
@@ -110,7 +113,7 @@ def draft_rows(
     take turns; and the tokens of a round, as they came out. Prompts are not computed. acceptance: of `replayed`; None:
     the tokens are those of `repeating_text`, with `repeats`, the tokens that it copies and those between."""
     say("weights")
-    model = random_model(config, weights)
+    model = _with_draft_weights(random_model(config, weights), draft_weights)
     for length in lengths:
         pages = slots * (pages_of(length) + 2) + 2
         engine = FakeEngine(
@@ -136,6 +139,7 @@ def draft_rows(
             "shape": shape,
             "layers": config.num_layers,
             "weights": weights,
+            "draft_weights": draft_weights,
             "cache_format": cache_format,
             "policy": policy,
             "draft": draft,
@@ -153,6 +157,10 @@ def draft_rows(
             "range_drafted_s": [min(seconds[draft]), max(seconds[draft])],
         }
         del engine
+
+
+def _with_draft_weights(model: CausalLM, weights: str | None) -> CausalLM:
+    return model if weights is None else model.with_draft_weights(weights)
 
 
 def _seconds_per_token(engine: FakeEngine, prompt: list[int], answer: int, slots: int, draft: str | None) -> tuple[float, list[Any]]:
@@ -178,6 +186,7 @@ def rounds_command(
         tuple[int, int], typer.Option(help="For lookup: tokens that an answer copies from its prompt, and new ones behind them, in turn.")
     ] = (64, 16),
     weights: PackedOption = "none",
+    draft_weights: DraftWeightsOption = "none",
     cache_format: BenchFormatOption = None,
     slots: Annotated[int, typer.Option(help="Sequences that are decoded together.", **whole())] = 1,
     answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(SKIPPED + 2))] = 512,
@@ -190,17 +199,26 @@ def rounds_command(
     sizes = {"lengths": tuple(int(each) for each in lengths.split(",")), "policy": policy, "draft": draft}
     sizes |= {"acceptance": None, "repeats": repeats} if draft == LOOKUP else {"acceptance": acceptance, "repeats": None}
     sizes |= {"weights": None if weights == "none" else weights, "cache_format": cache_format}
+    sizes |= {"draft_weights": None if draft_weights == "none" else draft_weights}
     sizes |= {"slots": slots, "answer": answer, "rounds": rounds}
     config = config_of_shape(shape, layers, dtype)
     run(json_out, "draft-rounds", lambda say: draft_rows(shape, config, **sizes, say=say))
 
 
 def acceptance_rows(
-    model: Model, text: str, *, lengths: Sequence[int], policies: Sequence[str], prompts: int, answer: int, say: Callable[[str], None]
+    model: CausalLM,
+    text: str,
+    *,
+    lengths: Sequence[int],
+    policies: Sequence[str],
+    draft_weights: str | None,
+    prompts: int,
+    answer: int,
+    say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """For each length and drafting policy: how many drafts of greedy continuations of a text are right, and how many
     tokens are dense's. Every launch is one of rounds."""
-    ids = encode_text(model.tokenizer, text)
+    model, ids = _with_draft_weights(model, draft_weights), encode_text(model.tokenizer, text)
     sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
     for length in lengths:
         requests = [Request(each, sampling) for each in text_windows(ids, length - answer, prompts, prompt_start(model.tokenizer))]
@@ -218,6 +236,7 @@ def acceptance_rows(
                 "model": model.name,
                 "tokens": length,
                 "draft": policy,
+                "draft_weights": draft_weights,
                 "prompts": prompts,
                 "answer": answer,
                 "round": TOKENS,
@@ -258,6 +277,7 @@ def acceptance_command(
     lengths: Annotated[str, typer.Option(help="Tokens of sequences at their end, separated by commas.")] = "2048,8192",
     drafts: Annotated[str, typer.Option(help="Policies that draft, separated by commas.")] = "top:8,top:32,cascade:8",
     text: TextOption = None,
+    draft_weights: DraftWeightsOption = "none",
     prompts: Annotated[int, typer.Option(help="Disjoint pieces of the text.", **whole())] = 4,
     answer: Annotated[int, typer.Option(help="Tokens of each continuation.", **whole(2))] = 129,
     json_out: JsonOption = None,
@@ -265,6 +285,7 @@ def acceptance_command(
     """Count the drafts that are right, and the tokens that are those of dense."""
     source, _ = read_texts(text)
     sizes = {"lengths": [int(each) for each in lengths.split(",")], "policies": drafts.split(","), "prompts": prompts, "answer": answer}
+    sizes["draft_weights"] = None if draft_weights == "none" else draft_weights
     loaded = load_model(model, None, None)
     run(json_out, "draft-acceptance", lambda say: acceptance_rows(loaded, source, **sizes, say=say))
 

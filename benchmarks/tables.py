@@ -119,7 +119,7 @@ def job_cells(row: Row) -> tuple[str, ...]:
 
 def draft_round_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds of a token, without drafts and with them."""
-    policies = f"`{row['policy']}`", f"`{row['draft']}`"
+    policies = f"`{row['policy']}`", _draft_text(row)
     times = f"{row['plain_s'] * 1e3:.2f}", f"{row['drafted_s'] * 1e3:.2f}", f"{row['times']:.2f}"
     right = "copies" if row["acceptance"] is None else f"{row['acceptance']:g}"
     counts = right, f"{row['tokens_per_round']:.1f} of {row['round']}"
@@ -130,7 +130,12 @@ def acceptance_cells(row: Row) -> tuple[str, ...]:
     """Cells with counts of drafts that are right."""
     rounds = f"{row['tokens_per_round']:.1f} of {row['round']}", f"{row['acceptance']:.3f}"
     job, same = f"{row['prompts']} of {row['answer']}", f"{row['equal']:,} of {row['of']:,}"
-    return row["model"], tokens_text(row["tokens"]), f"`{row['draft']}`", job, *rounds, same
+    return row["model"], tokens_text(row["tokens"]), _draft_text(row), job, *rounds, same
+
+
+def _draft_text(row: Row) -> str:
+    weights = row.get("draft_weights")
+    return f"`{row['draft']}`" + (f", `{weights}` weights" if weights else "")
 
 
 def _packing(row: Row) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import jax
 from kvjax import generation
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
+from kvjax.model.weight_formats import pack_params
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
 from pallas_kernels.core.matrices import is_packed
@@ -19,12 +20,13 @@ from pallas_kernels.core.matrices import is_packed
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalLM:
     """A model (see `kvjax.model.protocols.Model`). `tokenizer` may be None. `name` is the folder or Hub id that it was
-    loaded from."""
+    loaded from. `draft_params`: see `with_draft_weights`."""
 
     decoder: TransformerDecoder
     params: Params
     tokenizer: Any = None
     name: str = ""
+    draft_params: Params | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -32,6 +34,12 @@ class CausalLM:
         return self.decoder.config
 
     generate = generation.generate
+
+    def with_draft_weights(self, weights: str) -> CausalLM:
+        """This model, with a second copy of its matrices for policies that draft (docs/drafts.md), packed by a scheme
+        of `kvjax.model.weight_formats.SCHEMES`: about as many bytes as a model loaded with `weights`. ValueError for
+        matrices that are packed already, or cannot be."""
+        return dataclasses.replace(self, draft_params=pack_params(self.params, weights))
 
     def save(self, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model in Hugging Face format; see `kvjax.models.saving.save` for the options."""

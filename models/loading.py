@@ -110,6 +110,7 @@ def load(
     mesh: Mesh | None = None,
     weights: str | None = None,
     lora: str | Path | Sequence[str | Path] | None = None,
+    draft_weights: str | None = None,
     **unknown: Never,
 ) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each
@@ -133,6 +134,9 @@ def load(
     after it if that is not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay
     packed as they are stored take none.
 
+    draft_weights: pack a second copy of the matrices, as for weights, by which policies draft (docs/drafts.md). It is
+    for weights that are not packed, on one device.
+
     Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for
     tensors that are missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a
     tokenizer that is missing, damaged or made by code of the checkpoint, which is never run; TypeError, with a hint,
@@ -142,6 +146,11 @@ def load(
     if unknown:
         refuse(unknown)
     use_compilation_cache()
+    if draft_weights is not None:
+        scheme_of(draft_weights)
+        if weights is not None or mesh is not None:
+            other = f"weights={weights!r}" if mesh is None else "mesh"
+            raise ValueError(f"draft_weights={draft_weights!r} is for weights that are not packed, on one device: leave {other} out")
     chosen = _chosen(dtype)
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
     adapters = ()
@@ -189,7 +198,8 @@ def load(
         params = jax.tree.unflatten(structure, list(_place_all(wanted, ways, tensors, chosen)))
     else:
         params = jax.tree.unflatten(structure, list(_place_parts(wanted, ways, structure, tensors, decoder, mesh)))
-    return CausalLM(decoder, params, own_tokenizer, "+".join([str(path_or_id), *(each.said for each in adapters)]))
+    model = CausalLM(decoder, params, own_tokenizer, "+".join([str(path_or_id), *(each.said for each in adapters)]))
+    return model if draft_weights is None else model.with_draft_weights(draft_weights)
 
 
 def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:

@@ -27,13 +27,14 @@ from kvjax.engine.policy_state import state_specs
 from kvjax.engine.sampling import Sampled, accept, count_tokens, sample
 from kvjax.engine.step_output import AttentionStats, pack, packed_width
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program, states_after
+from kvjax.model.config import ModelConfig
 from kvjax.model.layers import AttentionLayer
 from kvjax.model.protocols import Params
 from kvjax.policies.decode import Dense
-from pallas_kernels.attention.gather_attention.mosaic_gpu import queries_alike
+from pallas_kernels.attention.gather_attention import mosaic_gpu as gather_attention
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.matrices import is_packed
-from pallas_kernels.matmul.project_tokens.mosaic_gpu import tokens_alike
+from pallas_kernels.matmul.project_tokens import mosaic_gpu as project_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def draft_rounds(
         one that does not stay; where rows end in the next launch; the tokens of each row, if drafts are looked up; and
         what drafting and verifying read together, which the host finds in the first row of each round.
     """
-    _, cache, tokens, active, states, rows, counts, ends, history, following = inputs
+    _, cache, tokens, active, states, rows, counts, ends, history, following, _ = inputs
     cache = cache if following is None else name_pages(cache, following)
     inputs = inputs._replace(cache=cache, following=None)
     together = stands_alone(static, inputs)
@@ -104,20 +105,23 @@ def _packed(sampled: Sampled, reads: AttentionStats) -> Int[Array, "T B C"]:
     return jnp.stack([pack(jax.tree.map(lambda leaf, at=at: leaf[:, at], told), none if at else reads) for at in range(count)])
 
 
-def rows_alike(params: Params) -> int:
-    """Tokens of all sequences up to which kernels give each the bits that it has alone."""
-    return tokens_alike(packed=any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))))
+def tokens_alike(config: ModelConfig, params: Params, rows: int) -> int:
+    """Tokens of each of so many sequences up to which kernels give each the bits that it has alone."""
+    products = project_tokens.tokens_alike(packed=any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))))
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionLayer)]
+    heads = max((mixer.num_heads // mixer.num_kv_heads for mixer in mixers), default=1)
+    return min(products // rows, gather_attention.MOST_ROWS_ALIKE // heads)
 
 
 def stands_alone(static: StepStatic, inputs: StepInputs) -> bool:
     """Whether each token of a step of several has the bits that it has in a step of its own: a dense step of few tokens
-    by kernels, over pages that are not packed, without windows or states. Decided while tracing."""
+    by kernels with `wgmma`, which pages that are packed have not, without windows or states. Decided while tracing."""
     layers = static.decoder.config.layers
     plain = all(isinstance(each.mixer, AttentionLayer) and each.mixer.window is each.mixer.share_with is None for each in layers)
-    few = inputs.tokens.shape[0] * static.draft.tokens <= rows_alike(inputs.params)
+    few = static.draft.tokens <= tokens_alike(static.decoder.config, inputs.params, inputs.tokens.shape[0])
     if not (few and plain and isinstance(static.policy, Dense) and static.shards.mesh is None) or inputs.cache.hot is not None:
         return False
-    if any(each is not None and each.pages.packed for each in inputs.cache.layers):
+    if not all(each is None or gather_attention.multiplies_by_wgmma(each.pages) for each in inputs.cache.layers):
         return False
     wide = inputs._replace(tokens=jnp.zeros((inputs.tokens.shape[0], static.draft.tokens), jnp.int32))
     with dispatch.listening_to_all() as chosen:
@@ -134,12 +138,13 @@ def _draft(static: StepStatic, inputs: StepInputs) -> tuple[Int[Array, "B T"], C
     policy, rows = static.draft.policy, inputs.rows.replace(ranks=0)
     spec = inputs.cache.spec
     states = tuple(policy.init(each, 1) for each in state_specs(static.decoder.config, spec.group_of(spec.paged[0]).page_size, 1))
-    own = static._replace(policy=policy)
+    own, params = static._replace(policy=policy), inputs.params if inputs.draft_params is None else inputs.draft_params
 
     def step(number: Array, carry):
         pool, drafted, counts, reads = carry
         token = jax.lax.dynamic_index_in_dim(drafted, number, axis=1)
-        logits, after, _, found = decode(own, inputs._replace(cache=inputs.cache.replace(**pool), tokens=token, states=states))
+        given = inputs._replace(params=params, cache=inputs.cache.replace(**pool), tokens=token, states=states)
+        logits, after, _, found = decode(own, given)
         counts = count_tokens(counts, token[:, 0], inputs.active) if rows.penalises else counts
         chosen = sample(logits[:, 0], rows, after.lengths, counts).tokens
         drafted = jnp.where(jnp.arange(static.draft.tokens) == number + 1, chosen[:, None], drafted)
@@ -174,7 +179,7 @@ def _alike(static: StepStatic, shape: tuple[int, int], cache: Cache) -> Int[Arra
     found = []
     for layer, kept_in in zip(static.decoder.config.layers, cache.layers, strict=True):
         q = jax.ShapeDtypeStruct((*shape, layer.mixer.num_heads, layer.mixer.head_dim), static.decoder.config.compute_dtype)
-        found.append(queries_alike(q, kept_in.pages, cache.lengths + shape[1]))
+        found.append(gather_attention.queries_alike(q, kept_in.pages, cache.lengths + shape[1]))
     return functools.reduce(jnp.minimum, found)
 
 

@@ -919,6 +919,8 @@ class Engine:
             states = after_prompts(policy, slots, states)
         inputs = StepInputs(self.model.params, cache, tokens, slots.active, states, *sampling)._replace(following=following)
         several = () if launch is None else (launch.steps, launch.draft)
+        if launch is not None:
+            inputs = inputs._replace(draft_params=launch.draft_params(self.model))
         static = StepStatic(self.model.decoder, policy, self.indexes, self._pool.shards, *several)
         try:
             results = self._pool.run(step, static, inputs, kept=self._pages_of)

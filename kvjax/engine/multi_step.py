@@ -64,7 +64,7 @@ def decode_steps(
         host reads of each step, as `kvjax.engine.step_output.pack` packs it, which means nothing in rows that did not
         step; and what the last step read.
     """
-    _, cache, tokens, active, states, rows, counts, ends, _, following = inputs
+    _, cache, tokens, active, states, rows, counts, ends, _, following, _ = inputs
     cache = cache if following is None else name_pages(cache, following)
 
     def step(number, carry):

@@ -21,6 +21,7 @@ from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import AttentionStats, StepOutput, unpack
 from kvjax.engine.steps import Draft
+from kvjax.model.protocols import Model, Params
 from kvjax.policies.decode import DecodePolicy
 from pallas_kernels.core.messages import shown
 
@@ -52,6 +53,11 @@ class Launch:
     def program_key(self) -> tuple[Any, ...]:
         """What its program is compiled for, besides what every step's is."""
         return self.steps, self.draft, *self.ends.stop_ids.shape, *(() if self.history is None else self.history.shape)
+
+    def draft_params(self, model: Model) -> Params | None:
+        """The weights by which a policy drafts; None: the model's. A model may have others
+        (`kvjax.models.CausalLM.with_draft_weights`)."""
+        return None if self.draft is None or self.draft.policy is None else getattr(model, "draft_params", None)
 
     def shapes(self) -> Launch:
         """The same with shapes in place of arrays."""

@@ -78,6 +78,7 @@ class StepInputs(NamedTuple):
     cache: its lengths do not count the new tokens. tokens: `[B, T]`; where the step samples, `[B]` without drafts.
     states: one per layer that attends to pages, from `policy.init`. rows, counts: where the step samples. ends: of
     `decode_steps`. history: of `Launch`. following: pages that `name_pages` first adds to the page tables.
+    draft_params: by which a policy drafts; None: params.
     """
 
     params: Params
@@ -90,6 +91,7 @@ class StepInputs(NamedTuple):
     ends: Any = None
     history: Int[Array, "B M"] | None = None
     following: NextPages | None = None
+    draft_params: Params | None = None
 
 
 class ChunkInputs(NamedTuple):

@@ -154,7 +154,8 @@ class Warmup:
         step = decode_steps
         if launch.draft is not None:
             from kvjax.engine.drafts import draft_rounds as step
-        static, inputs = static._replace(steps=launch.steps, draft=launch.draft), inputs._replace(ends=launch.ends, history=launch.history)
+        static = static._replace(steps=launch.steps, draft=launch.draft)
+        inputs = inputs._replace(ends=launch.ends, history=launch.history, draft_params=launch.draft_params(self.model))
         return [functools.partial(step, static, inputs)]
 
     def step_call(

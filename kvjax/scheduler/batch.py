@@ -480,6 +480,8 @@ def read(pending: PendingStep, *, listening: bool) -> tuple[list[tuple[Sample, i
     a page that no frame holds.
     """
     packed, taken, ended = pending.wait(), [], False
+    if pending.accepted is not None:  # most tokens of a round may be dropped
+        packed = packed[(packed[:, :, TOKENS] >= 0).any(axis=1)]
     for number, step in enumerate(packed if packed.ndim == 3 else packed[None], start=1):
         found, has_ended = _read_step(pending, step, ends=number >= pending.left, listening=listening)
         taken += found
@@ -508,8 +510,9 @@ def _read_step(
             continue
         sample.blocks += blocks
         sample.keys += keys
-        outcome = outcome or unpack(packed)
-        taken.append((sample, token, sample.take(token, float(outcome.logprobs[slot]))))
+        if sample.sampling.logprobs:
+            outcome = outcome or unpack(packed)
+        taken.append((sample, token, sample.take(token, float(outcome.logprobs[slot]) if outcome else 0.0)))
         ended = ended or sample.finish_reason is not None
         if count := sample.sampling.top_logprobs:
             sample.rank(outcome.top_tokens[slot, :count].tolist(), outcome.top_logprobs[slot, :count].tolist())

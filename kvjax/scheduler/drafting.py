@@ -8,7 +8,7 @@ import time
 
 import jax
 
-from kvjax.engine.drafts import rows_alike
+from kvjax.engine.drafts import tokens_alike
 from kvjax.engine.engine import Engine
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.step_plan import Launch
@@ -20,9 +20,9 @@ from kvjax.policies.decode.naming import LOOKUP
 
 logger = logging.getLogger(__name__)
 
-TOKENS, LAUNCH = 8, 4
-"""Most tokens of a sequence in a round; fewer if kernels could not verify those of all rows together. Rounds in a
-launch: between two launches the device waits for the host."""
+BY_POLICY, BY_LOOKUP = (8, 4), (16, 8)
+"""Most tokens of a sequence in a round, fewer if kernels could not verify those of all rows together; and most rounds
+of a launch. Between two launches the device waits for the host. A round of tokens that are looked up is one step."""
 
 PLAIN, ROUNDS = 8, 4
 """Launches of each kind that are timed before they are compared."""
@@ -40,7 +40,8 @@ def draft_of(engine: Engine, name: str | DecodePolicy, rows: int) -> Draft:
     that cannot draft, and for a mesh."""
     if engine.mesh is not None:
         raise ValueError(f"draft {name} is for one device, and this engine runs on {engine.mesh.size}: leave draft out")
-    tokens = max(2, min(TOKENS, rows_alike(engine.model.params) // rows))
+    most, _ = BY_LOOKUP if name == LOOKUP else BY_POLICY
+    tokens = max(2, min(most, tokens_alike(engine.config, engine.model.params, rows)))
     if name == LOOKUP:
         return Draft(None, tokens)
     policy = engine.declared(name)
@@ -62,7 +63,8 @@ class Drafting:
 
     def __init__(self, draft: Draft, page_size: int):
         # A launch writes to as many pages as any: a page's end may lie within it, but not two.
-        rounds = max(1, min(LAUNCH, (page_size + 1) // draft.tokens))
+        _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
+        rounds = max(1, min(most, (page_size + 1) // draft.tokens))
         self.draft, self._launch = draft, Launch(rounds, None, rounds * draft.tokens, draft)
         self._round, self._tried, self._last, self._resting = False, False, None, 0
         self._plain, self._told = 0.0, False  # seconds of a token; whether the log knows that rounds are faster

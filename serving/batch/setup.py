@@ -15,7 +15,7 @@ from kvjax.engine.memory import MemoryPlan, memory_plan
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
-from kvjax.policies.decode.naming import policies_of_draft
+from kvjax.policies.decode.naming import LOOKUP, policies_of_draft
 from kvjax.scheduler.data_parallel import meshes_of, replicas
 from kvjax.scheduler.launch_size import StepsPerLaunch
 from kvjax.serving.batch.records import Record, request_of
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
-    model: folder, hub id or "needle". dtype, weights, lora, max_positions: as in `kvjax.load`. slots: sequences decoded
-    together. steps_per_launch, draft: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and
-    whether they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own
-    (`kvjax.replicas`). others: more decode policies that the engine can run. The rest: as in `Engine`. pages,
-    device_bytes: if both are None, `fitted` says how many pages the pool has. left_out: options of the command line
-    that were not typed and have a value by default.
+    model: folder, hub id or "needle". dtype, weights, lora, max_positions, draft_weights: as in `kvjax.load`.
+    slots: sequences decoded together. steps_per_launch, draft: as in `kvjax.Scheduler`. stores: where pages may lie
+    besides the device, and whether they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many
+    engines, each on devices of its own (`kvjax.replicas`). others: more decode policies that the engine can run.
+    The rest: as in `Engine`. pages, device_bytes: if both are None, `fitted` says how many pages the pool has.
+    left_out: options of the command line that were not typed and have a value by default.
     """
 
     model: str
@@ -50,6 +50,7 @@ class Setup:
     slots: int = 8
     steps_per_launch: StepsPerLaunch = "auto"
     draft: str | None = None
+    draft_weights: str | None = None
     pages: int | None = None
     page_size: int = 128
     prefill_chunk: int = PREFILL_CHUNK
@@ -65,6 +66,9 @@ class Setup:
     others: tuple[str, ...] = ()
 
     def __post_init__(self):
+        if self.draft_weights is not None and self.draft in (None, LOOKUP):
+            said = "given without draft" if self.draft is None else f"given with draft {LOOKUP}, which computes nothing"
+            raise ValueError(f"draft_weights {self.draft_weights} was {said}: name a policy that drafts, as draft top:32, or dense")
         if self.draft is not None and self.tensor * self.context > 1:
             raise ValueError(f"draft {self.draft} is for one device, got tensor {self.tensor}, context {self.context}: leave draft out")
 
@@ -86,6 +90,7 @@ class Setup:
             if self.tensor * self.context * self.data == 1:  # else none of the pool lies there
                 allow_host_pages()
         given = {"dtype": self.dtype, "weights": self.weights, "lora": self.lora, "max_positions": self.max_positions}
+        given["draft_weights"] = self.draft_weights
         return load(self.model, **given, mesh=self.mesh())
 
     def said(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 from kvjax.serving.cli.options import (
     OUTPUT,
     DraftOption,
+    DraftWeightsOption,
     EngineOptions,
     StepsPerLaunchOption,
     in_first,
@@ -55,6 +56,7 @@ def batch_command(
     seed: Annotated[int, option("For records without a seed: this and the record's id make one.", **whole(-(2**63), 2**63 - 1))] = 0,
     steps_per_launch: StepsPerLaunchOption = "auto",
     draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = None,
     overwrite: Annotated[bool, option("Replace OUT.jsonl if it exists.", "--overwrite", panel=OUTPUT)] = False,
     continue_anyway: Annotated[
         bool,
@@ -108,7 +110,12 @@ def batch_command(
     if engine.coordinator is None:  # else the first process does so
         check_paths(source, out, overwrite)
     with named_as_options():
-        setup = engine.setup(steps_per_launch=steps_per_launch, draft=draft, left_out=not_typed(ctx, *WITH_DEFAULT))
+        setup = engine.setup(
+            steps_per_launch=steps_per_launch,
+            draft=draft,
+            draft_weights=draft_weights,
+            left_out=not_typed(ctx, *WITH_DEFAULT),
+        )
     cluster = {"replicas": replicas, "gpus_per_replica": gpus_per_replica, "cpus_per_replica": cpus_per_replica}
     given = {name: value for name, value in cluster.items() if value is not None}
     _check_together(engine, given, ray=ray, progress=progress)

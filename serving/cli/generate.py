@@ -13,6 +13,7 @@ from kvjax.serving.cli.options import (
     ALONE,
     OUTPUT,
     DraftOption,
+    DraftWeightsOption,
     EngineOptions,
     in_first,
     named_as_options,
@@ -43,6 +44,7 @@ def generate_command(
     seed: Annotated[int, option("Seed of random draws, 64 bits.", **whole(-(2**63), 2**63 - 1))] = 0,
     stop: Annotated[list[str] | None, option("Text that ends the answer; may be given several times.")] = None,
     draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = None,
     stats: Annotated[
         bool, option("Print token counts, rates, and blocks and keys read per step to stderr.", "--stats", panel=OUTPUT)
     ] = False,
@@ -54,7 +56,7 @@ def generate_command(
         first = job is None or job.number == 0
         text = _prompt_text(prompt, file) if first else ""
         with named_as_options():
-            setup = engine.setup(slots=1, draft=draft)
+            setup = engine.setup(slots=1, draft=draft, draft_weights=draft_weights)
 
         from kvjax.engine.sampling import Sampling
         from kvjax.text.messages import chat_ids

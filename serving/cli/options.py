@@ -273,6 +273,15 @@ DraftOption = Annotated[
         panel=POLICY,
     ),
 ]
+DraftWeightsOption = Annotated[
+    Weights | None,
+    option(
+        "Pack a second copy of the weights, by which the policy of --draft drafts: it pays for one or few short sequences, whose steps "
+        "mostly read weights. Answers do not depend on it. [default: the weights themselves]",
+        panel=POLICY,
+        **one_of(Weights),
+    ),
+]
 TensorOption = Annotated[int, option("Devices over which heads, MLPs and the vocabulary are split.", panel=DEVICES, **whole(most=2**12))]
 ContextOption = Annotated[
     int, option("Devices over which the pages of each sequence are dealt out, a power of two.", panel=DEVICES, **whole(most=2**12))

@@ -18,6 +18,7 @@ from kvjax.serving.cli.options import (
     OUTPUT,
     POLICY,
     DraftOption,
+    DraftWeightsOption,
     EngineOptions,
     byte_count,
     named_as_options,
@@ -82,6 +83,7 @@ def serve_command(
         float | None, option("Longest time between two tokens while others are prefilled. [default: no bound]", **number(above=0))
     ] = None,
     draft: DraftOption = None,
+    draft_weights: DraftWeightsOption = None,
     idle_minutes: Annotated[float, option("An idle session ends after so long.", **number(above=0))] = 30.0,
     demote_seconds: Annotated[
         float | None,
@@ -130,7 +132,7 @@ def serve_command(
     if len({engine.disk is None, engine.disk_size is None, engine.disk is None or engine.host_memory is None}) > 1:
         raise typer.BadParameter("--disk goes together with --disk-size and --host-memory: give all three", param_hint="--disk")
     with named_as_options():
-        setup = dataclasses.replace(engine, host_memory=None, disk=None, disk_size=None).setup(draft=draft)
+        setup = dataclasses.replace(engine, host_memory=None, disk=None, disk_size=None).setup(draft=draft, draft_weights=draft_weights)
     from kvjax.serving.server.grpc_server import Server
     from kvjax.serving.server.metrics import Metrics
     from kvjax.serving.server.options import ServerOptions

@@ -7,12 +7,12 @@ from benchmarks import drafts
 from benchmarks.tables import acceptance_cells, draft_round_cells
 from kvjax.engine import drafts as rounds
 from kvjax.engine.sampling import accept, sample
-from kvjax.scheduler.drafting import TOKENS, Drafting
+from kvjax.scheduler.drafting import BY_LOOKUP, Drafting
 from kvjax.serving.bench.decode import config_of
 
 
 def rows_of(draft, **given):
-    sizes = {"lengths": (384,), "policy": "dense", "draft": draft, "weights": None, "cache_format": None}
+    sizes = {"lengths": (384,), "policy": "dense", "draft": draft, "weights": None, "draft_weights": None, "cache_format": None}
     return drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=140, rounds=1, **given)
 
 
@@ -31,7 +31,7 @@ def test_answers_with_drafts_take_turns_with_others(monkeypatch):
     assert seen[-1] == ("window:8+56", 140, True)
     assert not any(found for draft, _, found in seen if draft is None)
     assert row["times"] == row["plain_s"] / row["drafted_s"]
-    assert 1 <= row["tokens_per_round"] <= TOKENS
+    assert 1 <= row["tokens_per_round"] <= drafts.TOKENS
     assert draft_round_cells(row)[5:8] == ("`dense`", "`window:8+56`", "0.9")
     assert rounds.accept is accept, "only rounds that are compiled inside are replayed"
 
@@ -50,7 +50,7 @@ def test_a_text_that_repeats_is_looked_up(monkeypatch):
     vocab_size = config_of("tiny", 1, "float32").vocab_size
     text = drafts.repeating_text(vocab_size, 244, 140, 64, 16)
     assert said == 6 * [tuple(text[244:])]
-    assert 2 < row["tokens_per_round"] < TOKENS
+    assert (row["round"], 2 < row["tokens_per_round"] < 16) == (BY_LOOKUP[0], True)
     assert rounds.sample is sample
 
 
@@ -64,11 +64,11 @@ def test_a_repeating_text_copies_its_prompt():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
 def test_acceptance_is_that_of_the_tokens_of_a_round(share):
-    assert drafts.acceptance_of(sum(share**place for place in range(TOKENS))) == pytest.approx(share, abs=1e-6)
+    assert drafts.acceptance_of(sum(share**place for place in range(drafts.TOKENS))) == pytest.approx(share, abs=1e-6)
 
 
 def test_every_token_of_drafts_is_compared_with_dense():
-    sizes = {"lengths": [160], "policies": ["dense"], "prompts": 2, "answer": 10}
+    sizes = {"lengths": [160], "policies": ["dense"], "draft_weights": None, "prompts": 2, "answer": 10}
     (row,) = drafts.acceptance_rows(kvjax.load("needle"), "A tale of two cities. " * 90, **sizes, say=lambda what: None)
     assert (row["acceptance"], row["equal"], row["of"]) == (1.0, 20, 20), "dense agrees with itself"
     assert acceptance_cells(row)[3:] == ("2 of 10", "8.0 of 8", "1.000", "20 of 20")

@@ -5,9 +5,9 @@ head), made for low latency (`listed`). For all other calls, the tiles of a (row
 the row's own length (dense) or by place in the list. One CTA folds each span (`tiles`), and a second launch merges the
 spans in order (`split_merge`). In both forms bits depend only on the row and on static shapes, never on the other rows.
 
-A tile of queries has at most 64 rows (T*G). More rows are cut into tiles of equally many queries, each a row of the
-launch. The tiles run side by side. A key that they share comes from memory once if they are close enough in time for
-the L2 cache, else once per tile.
+A tile of queries has at most 64 rows (T*G). Up to two tiles of a dense call share a CTA, and the keys that it copies.
+Otherwise more rows are cut into calls of equally many queries, each a row of the launch. These run side by side. A key
+that they share comes from memory once if they are close enough in time for the L2 cache, else once per call.
 
 Memory traffic: each listed key and value once, the output; with several spans also T*G * (D + 1) float32 per span,
 written and read. Source: split decoding over a page list, "Attention Pays Its Bill" (BRL-2026-07).
@@ -31,6 +31,10 @@ from pallas_kernels.core.pages import as_rows, unlike
 from pallas_kernels.hopper.decode import decode_fold, packed_operands, split_merge
 from pallas_kernels.hopper.decode import wgmma_fold as tiles
 from pallas_kernels.hopper.threads import lanes
+
+MOST_ROWS_ALIKE = 2 * tiles.ROWS
+"""Most query rows of a KV head (T*G) in a CTA of a dense call, and so with the bits of their own calls. More would have
+too few registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
     reason = unsupported(call, q, pages, table, lengths, blocks, block_frames)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    most = tiles.ROWS if multiplies_by_wgmma(pages) else decode_fold.most_rows(q.shape[3], call.window is not None)
+    most = _most_rows(call, q, pages, blocks)
     size = queries_per_tile(q.shape[1], q.shape[2] // pages.kv_heads, most)
     if size < q.shape[1]:
         rows = as_rows(q, table, lengths, size)
@@ -118,16 +122,24 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
 
 def queries_alike(q, pages, lengths):
     """How many of the first queries of each row have the bits that they have in calls of their own, `[B]`; q `[B, T, H,
-    D]`. It is for dense calls without a window. lengths: with all queries.
+    D]`. It is for dense calls with `wgmma`, without a window, of at most `MOST_ROWS_ALIKE`. lengths: with all queries.
 
     A query's own call may cut its keys into other spans: those change from `splits` tiles to the next."""
     num_queries, group = q.shape[1], q.shape[2] // pages.kv_heads
-    if not multiplies_by_wgmma(pages) or queries_per_tile(num_queries, group) < num_queries:
-        return jnp.ones_like(lengths)
     call = Call(pages.page_size, None, 1.0, False, Config(multiprocessors=dispatch.multiprocessors()))
+    assert multiplies_by_wgmma(pages)
+    assert num_queries * group <= MOST_ROWS_ALIKE
     s = _shape(call, q, pages, None)
     per = tiles.tiles_of_span(s, lengths[:, None] - jnp.arange(num_queries - 1, -1, -1))
     return jnp.sum(per == per[:, :1], axis=1, dtype=jnp.int32)
+
+
+def _most_rows(call: Call, q, pages, blocks) -> int:
+    """Most query rows of a KV head in a CTA."""
+    if not multiplies_by_wgmma(pages):
+        return decode_fold.most_rows(q.shape[3], call.window is not None)
+    plain = blocks is None and call.window is None and not call.return_block_lse and not (call.config and call.config.array_code)
+    return MOST_ROWS_ALIKE if plain else tiles.ROWS
 
 
 def span_splits(config: Config, batch: int, num_kv_heads: int) -> int:
@@ -137,7 +149,7 @@ def span_splits(config: Config, batch: int, num_kv_heads: int) -> int:
 
 
 def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> int:
-    """Queries per tile: the largest divisor of their number for which a tile has at most `most` rows."""
+    """Queries of a call: the largest divisor of their number for which they have at most `most` rows."""
     return next(n for n in range(num_queries, 0, -1) if num_queries % n == 0 and n * group <= most)
 
 
@@ -240,7 +252,7 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, framed: bool, array_cod
             if not array_code:
                 tiles.load_queries(s, row, head, q_ref, scratch["q_s"])
                 return
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head], scratch["q_s"].at[pl.ds(0, s.rows)], scratch["q_bar"])
+            plgpu.copy_gmem_to_smem(q_ref.at[row, head], scratch["q_s"].at[0, pl.ds(0, s.rows)], scratch["q_bar"])
             plgpu.barrier_wait(scratch["q_bar"])
 
         def report(tile, lse_of_pieces):
@@ -257,7 +269,8 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, framed: bool, array_cod
 
         place = functools.partial(tiles.places, s, lambda entry: blocks_ref[row, head, entry], page_of, length)
         told = report if block_lse_ref else None
-        folded = tiles.fold(s, 0, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told)
+        query_tile = lax.axis_index("query_tile") if s.query_tiles > 1 else 0
+        folded = tiles.fold(s, 0, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told, query_tile)
         if array_code:
             acc, m, total = folded
             scratch["out_s"][...] = acc / lax.broadcast_in_dim(jnp.where(total == 0, 1.0, total), acc.shape, [0])
@@ -272,6 +285,7 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, framed: bool, array_cod
         out_type=outs,
         grid=(s.splits, s.num_kv_heads, s.batch),
         grid_names=("split", "head", "row"),
+        **({"num_threads": s.query_tiles, "thread_name": "query_tile"} if s.query_tiles > 1 else {}),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

@@ -32,7 +32,7 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
-    """By a span's warpgroup: write the result of `tiles.fold`."""
+    """By a span's warpgroups, one for each query tile: write the results of `tiles.fold`."""
     types = ((LAYOUT, LAYOUT.reduce(1), LAYOUT.reduce(1)), SCALAR, SCALAR, SCALAR, REF, REF)
 
     @plgpu.inline_mgpu(arg_types=types)
@@ -42,7 +42,7 @@ def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
         lane = lanes.lane()
         g, t = lane >> 2, lane & 3
         for half in range(2):
-            r = ((lanes.warp() & 3) << 4) + (g + 8 * half)
+            r = (lanes.warp() << 4) + (g + 8 * half)
             with lanes.when(r < s.num_queries * s.group):
                 (m_r,), (total_r,) = (lanes.elements(x[half], 1) for x in (m, total))
                 nothing = total_r == 0.0

@@ -3,7 +3,8 @@ GPU share.
 
 TMA copies a tile's K and V into a ring in shared memory. Two `wgmma` and an online softmax fold it in. The T*G query
 rows of a KV head are the left operand, padded to 64 rows. The padding costs only matrix work, and memory bandwidth is
-the limit. Rows do not mix, so the content of padding rows does not matter.
+the limit. Rows do not mix, so the content of padding rows does not matter. More than 64 rows are several query tiles:
+each has a warpgroup, and all of them fold the tiles of one ring. So a row's bits do not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ class Shape:
         return -(-self.num_queries * self.group // 8) * 8
 
     @property
+    def query_tiles(self) -> int:
+        """Tiles of `ROWS` query rows of a KV head. Those of one CTA fold the same keys."""
+        return -(-self.num_queries * self.group // ROWS)
+
+    @property
     def parts(self) -> int:
         """Partial results of a (row, KV head): one of each warpgroup."""
         return self.splits * self.warpgroups
@@ -82,11 +88,13 @@ class Shape:
         return self.tile // self.piece
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory: the queries, rings of K and V tiles, their barriers."""
+        """Shared memory: the queries, rings of K and V tiles, their barriers; with several query tiles also barriers at
+        which all of them are done with a tile."""
         ring = (2, self.warpgroups, self.stages, self.tile, self.head_dim)
         barrier = plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.warpgroups * self.stages)
-        return {
-            "q_s": plgpu.SMEM((ROWS, self.head_dim), self.dtype, transforms=SWIZZLED),
+        done = {} if self.query_tiles == 1 else {"done_bar": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=self.stages)}
+        return done | {
+            "q_s": plgpu.SMEM((self.query_tiles, ROWS, self.head_dim), self.dtype, transforms=SWIZZLED),
             "kv_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
             "k_bar": barrier,
             "v_bar": barrier,
@@ -101,7 +109,7 @@ def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, ref, plgpu.RefType(SWIZZLED)))
     def load(_, row, head, q_ref, q_s):
         row, head = lanes.of_splat(row), lanes.of_splat(head)
-        threads, chunks, rows = s.warpgroups * 128, s.head_dim // 8, s.num_queries * s.group
+        threads, chunks, rows = s.warpgroups * s.query_tiles * 128, s.head_dim // 8, s.num_queries * s.group
         for start in range(0, rows * chunks, threads):
             i = lanes.thread() + start
             with lanes.when(i < rows * chunks):
@@ -174,13 +182,15 @@ def places(s: Shape, block_of, page_of, length, tile):
     return found
 
 
-def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place, queries, report=None):
+def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place, queries, report=None, query_tile=0):
     """Fold `count` tiles from `first` on, in order, into (acc [64, D], m [64] in log2 units, total [64]), all float32.
 
     pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: makes the queries available; called once
     the copies of the first tiles have started. report: called with a tile and, per piece, the LSE of its keys.
+    query_tile: the caller's; the first one copies the keys for all.
     """
-    q_s = scratch["q_s"]
+    q_s = scratch["q_s"].at[query_tile]
+    copies = True if s.query_tiles == 1 else query_tile == 0
     kv_s, bars = scratch["kv_s"], (scratch["k_bar"], scratch["v_bar"])
 
     def fetch(i):
@@ -192,7 +202,7 @@ def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place,
 
     for i in range(s.stages):
 
-        @pl.when(i < count)
+        @pl.when((i < count) & copies)
         def _start(i=i):
             fetch(jnp.int32(i))
 
@@ -209,7 +219,7 @@ def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place,
             return acc_ref[...]
 
         x = pl.run_scoped(scores, plgpu.ACC((ROWS, s.tile), jnp.float32)) * (s.sm_scale * LOG2E)
-        x = jnp.where(_seen(s, pieces, length), x, -jnp.inf)
+        x = lax.cond(_sees_all(s, pieces, length), lambda x: x, lambda x: jnp.where(_seen(s, pieces, length, query_tile), x, -jnp.inf), x)
         if report is not None:
             report(first + i, _lse_of_pieces(s, x))
         new_m = jnp.maximum(m, x.max(axis=1))
@@ -225,9 +235,13 @@ def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place,
             plgpu.wgmma(acc_ref, p, kv_s.at[1, warpgroup, slot])
 
         acc = pl.run_state(values)(plgpu.ACC.init(acc))
+        if s.query_tiles > 1:
+            plgpu.barrier_arrive(scratch["done_bar"].at[slot])
 
-        @pl.when(i + s.stages < count)
+        @pl.when((i + s.stages < count) & copies)
         def _next():
+            if s.query_tiles > 1:
+                plgpu.barrier_wait(scratch["done_bar"].at[slot])
             fetch(i + s.stages)
 
         return acc, new_m, total
@@ -249,7 +263,17 @@ def _of_piece(s: Shape, column, values):
     return found
 
 
-def _seen(s: Shape, pieces, length):
+def _sees_all(s: Shape, pieces, length):
+    """Whether all queries attend to all keys of a tile, so that it needs no mask."""
+    if s.window is not None:
+        return False
+    first_query = length - s.num_queries
+    return functools.reduce(
+        jnp.logical_and, [(written == s.piece) & (start + s.piece <= first_query + 1) for _, _, start, written in pieces]
+    )
+
+
+def _seen(s: Shape, pieces, length, query_tile):
     """Which keys of a tile each query row may attend to, [64, tile]."""
     column = plgpu.broadcasted_iota(jnp.int32, (ROWS, s.tile), 1, layout=LAYOUT)
     seen = column < _of_piece(s, column, [p * s.piece + written for p, (*_, written) in enumerate(pieces)])
@@ -257,6 +281,7 @@ def _seen(s: Shape, pieces, length):
         return seen
     pos = column + _of_piece(s, column, [start - p * s.piece for p, (_, _, start, _) in enumerate(pieces)])
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, s.tile), 0, layout=LAYOUT)
+    row = row + query_tile * ROWS if s.query_tiles > 1 else row
     query = lax.div(row, jnp.int32(s.group)) if s.num_queries > 1 else jnp.zeros_like(row)
     query_pos = length - s.num_queries + query
     seen = seen & (pos <= query_pos)

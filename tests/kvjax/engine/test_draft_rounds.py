@@ -100,6 +100,23 @@ def test_right_drafts_stay_and_wrong_ones_do_not(draft, always):
     assert found.keys_per_step > expected.keys_per_step, "what drafts read counts, too"
 
 
+def test_packed_weights_draft_and_the_models_own_verify(always):
+    tiny = make_family("llama")
+    model = CausalLM(tiny.decoder, tiny.params)
+    packed = model.with_draft_weights("int8")
+    wrong = dataclasses.replace(packed, draft_params=jax.tree.map(jnp.zeros_like, packed.draft_params))
+    expected = answers(engine_of(model, ("dense",)), requests_of("dense"))
+    kept = []
+    for each, draft in ((packed, "dense"), (wrong, "dense"), (wrong, "lookup"), (model, "lookup")):
+        found = answers(engine_of(each, ("dense",)), requests_of("dense"), draft=draft)
+        assert list(map(told, found)) == list(map(told, expected))
+        kept.append([(done.rounds, done.round_tokens) for done in found])
+    rounds, tokens = zip(*(map(sum, zip(*each, strict=True)) for each in kept), strict=True)
+    assert tokens[0] / rounds[0] > 3, "they mostly say what the model's own say"
+    assert tokens[1] / rounds[1] < 1.5
+    assert kept[2] == kept[3], "lookup computes nothing"
+
+
 @pytest.mark.parametrize("bug", ["wrong drafts stay", "other noise", "pages are lost"])
 def test_bugs_are_noticed(bug, always, monkeypatch):
     engine = engine_of(shallow(make_family("llama")), ("dense", "window:1+16"))
@@ -146,7 +163,7 @@ def test_a_step_of_all_drafts_keeps_what_accept_keeps(always, monkeypatch):
     expected = answers(engine, requests)
     jax.clear_caches()
     monkeypatch.setattr(drafts, "stands_alone", lambda *given: True)
-    monkeypatch.setattr(drafts, "queries_alike", lambda q, pages, lengths: jnp.full_like(lengths, 5))
+    monkeypatch.setattr(mosaic_gpu, "queries_alike", lambda q, pages, lengths: jnp.full_like(lengths, 5))
     found = answers(engine, requests, draft="quest:1")
     jax.clear_caches()
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
@@ -222,11 +239,12 @@ def test_tokens_that_stay_have_the_verifiers_distribution(temperature, top_p):
 # What stands alone
 
 
-def test_queries_alike_have_the_spans_of_their_own_steps():
+@pytest.mark.parametrize("num_queries", [8, 16])
+def test_queries_alike_have_the_spans_of_their_own_steps(num_queries):
     """By the spans that the kernel takes, tile by tile. Beyond the first `alike` queries they differ."""
     pages = Pages(*[jnp.zeros((1, 4, 128, 128), jnp.bfloat16)] * 2)
     config = mosaic_gpu.Config(splits=3)
-    wide, one = (jax.ShapeDtypeStruct((1, count, 28, 128), jnp.bfloat16) for count in (8, 1))
+    wide, one = (jax.ShapeDtypeStruct((1, count, 28, 128), jnp.bfloat16) for count in (num_queries, 1))
 
     def spans(q, length, seen):
         shape = mosaic_gpu._shape(mosaic_gpu.Call(128, None, 1.0, False, config), q, pages, None)
@@ -236,17 +254,17 @@ def test_queries_alike_have_the_spans_of_their_own_steps():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mosaic_gpu, "span_splits", lambda *given: 3)
         differ = 0
-        for length in [*range(8, 30), *range(3 * 128 - 4, 3 * 128 + 12), *range(6 * 128 - 4, 6 * 128 + 12), 1000]:
+        for length in [*range(num_queries, 30), *range(3 * 128 - 4, 3 * 128 + 12), *range(6 * 128 - 4, 6 * 128 + 12), 1000]:
             alike = int(mosaic_gpu.queries_alike(wide, pages, jnp.array([length]))[0])
             assert alike >= 1
-            for query in range(8):
-                own = length - 7 + query
+            for query in range(num_queries):
+                own = length - num_queries + 1 + query
                 same = spans(wide, length, own) == spans(one, own, own)
                 assert same or query >= alike
                 differ += not same
         assert differ > 10
-    group = jax.ShapeDtypeStruct((2, 8, 64, 128), jnp.bfloat16)
-    assert mosaic_gpu.queries_alike(group, pages, jnp.array([500, 9])).tolist() == [1, 1], "128 rows are two tiles"
+    group = jax.ShapeDtypeStruct((2, num_queries, 1040 // num_queries * 4, 128), jnp.bfloat16)
+    assert mosaic_gpu.queries_alike(group, pages, jnp.array([500, 9])).tolist() == [1, 1], "they are several calls"
 
 
 def test_on_a_cpu_nothing_is_known_to_stand_alone(always, monkeypatch):
@@ -318,10 +336,12 @@ def test_time_in_which_a_prompt_runs_does_not_count(monkeypatch):
     assert turns._seconds == pytest.approx(0.01 * (PLAIN - 1))
 
 
-@pytest.mark.parametrize(("page_size", "rounds"), [(128, 4), (16, 2), (8, 1), (4, 1)])
-def test_a_launch_writes_to_as_many_pages_as_others(page_size, rounds):
+@pytest.mark.parametrize(("page_size", "rounds", "looked_up"), [(128, 4, 8), (64, 4, 4), (16, 2, 1), (8, 1, 1), (4, 1, 1)])
+def test_a_launch_writes_to_as_many_pages_as_others(page_size, rounds, looked_up):
     launch = Drafting(Draft("window", 8), page_size)._launch
     assert (launch.steps, launch.written) == (rounds, 8 * rounds)
+    by_lookup = Drafting(Draft(None, 16), page_size)._launch
+    assert (by_lookup.steps, by_lookup.written) == (looked_up, 16 * looked_up)
     assert launch.written <= 8 or 1 + -(-(launch.written - 1) // page_size) <= pages_of_step(page_size)
 
 
@@ -398,6 +418,7 @@ def test_on_hopper_tokens_stand_alone(weights, always, monkeypatch):
     monkeypatch.setattr(drafts, "stands_alone", lambda *given: seen.append(real(*given)) or seen[-1])
     config = config_of("qwen2.5-7b", 2, "bfloat16")
     model = CausalLM(TransformerDecoder(config), random_params(config, weights=weights))
+    model = model if weights else model.with_draft_weights("int4")
     engine = Engine(model, "dense", policies=("top:32", "window:640"), pages=200, batch_buckets=(1, 2, 8))
     draw = np.random.default_rng(3)
     greedy, drawn, penalised = {}, {"temperature": 0.05, "seed": 1}, {"repetition_penalty": 1.1}

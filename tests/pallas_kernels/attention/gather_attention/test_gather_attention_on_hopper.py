@@ -12,8 +12,10 @@ import pytest
 from far_pools import far_pools
 from paging import gather_attention
 
+from pallas_kernels.attention.gather_attention import mosaic_gpu
 from pallas_kernels.attention.gather_attention.mosaic_gpu import Config
 from pallas_kernels.core import merge
+from pallas_kernels.core.pages import Pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper", "tensor_cores")]
 
@@ -44,6 +46,9 @@ CASES = {
     "dense 64 query rows in a window": {"num_queries": 8, "kv_heads": 2, "group": 8, "window": (5, 200)},
     "dense window of one token, pages of 256": {"window": (0, 1), "block_size": 128, **PAGES_OF_256},
     "dense, 16 drafts of groups of 8": {"num_queries": 16, "kv_heads": 2, "group": 8},
+    "dense, 16 drafts of groups of 7": {"num_queries": 16},
+    "dense, 13 drafts of groups of 9": {"num_queries": 13, "kv_heads": 2, "group": 9},
+    "dense, 16 drafts, a page is missing": {"hole": True, "num_queries": 16},
     "dense, 16 drafts of groups of 7 in a window, LSE": {"num_queries": 16, "window": (5, 200), "lse": True},
     "dense, a page is missing": {"hole": True, "num_queries": 2},
     "dense huge logits": {"keys": "huge", "lse": True},
@@ -141,6 +146,27 @@ def test_matches_reference(check, tensor_cores, case):
     if tensor_cores != "wgmma" and case in ONLY_WGMMA:
         pytest.skip("only the form with wgmma takes it")
     check(KERNEL, case)
+
+
+@pytest.mark.parametrize(("num_queries", "group"), [(8, 7), (16, 4), (16, 7), (16, 8), (11, 7)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_alike_have_the_bits_of_their_own_calls(tools, tensor_cores, num_queries, group, head_dim):
+    """In one query tile of a CTA or two, over lengths around the ends of key tiles and of spans, with 132 CTAs and
+    with few."""
+    if tensor_cores != "wgmma":
+        pytest.skip("only the form with wgmma promises it")
+    spec = {"num_queries": num_queries, "group": group, "kv_heads": 4, "head_dim": head_dim}
+    for lengths in ((16, 128, 135, 4096), (4225, 4232, 8448), (130, 131), (20_000,)):
+        paged = tools.make_paged(**(BASE | spec | {"lengths": lengths, "width": -(-max(lengths) // BASE["page_size"])}))
+        q, k, v, table, lengths = paged.arrays
+        found = KERNEL(*paged.arrays, sm_scale=paged.sm_scale)
+        alike = np.asarray(mosaic_gpu.queries_alike(q, Pages(k, v), lengths))
+        assert alike.max() > 1
+        for query in range(num_queries):
+            own = KERNEL(q[:, query : query + 1], k, v, table, lengths - (num_queries - 1 - query), sm_scale=paged.sm_scale)
+            rows = np.flatnonzero(query < alike)
+            for a, b in zip(found[:2], own[:2], strict=True):
+                tools.assert_same_bits(a[rows, query], b[rows, 0])
 
 
 def test_ids_beyond_the_table_are_skipped(tools):
