@@ -66,7 +66,7 @@ class Drafting:
         _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
         rounds = max(1, min(most, (page_size + 1) // draft.tokens))
         self.draft, self._launch = draft, Launch(rounds, None, rounds * draft.tokens, draft)
-        self._round, self._tried, self._last, self._resting = False, False, None, 0
+        self._round, self._first, self._last, self._resting = False, True, None, 0  # first: no launch of rounds has ended
         self._plain, self._told = 0.0, False  # seconds of a token; whether the log knows that rounds are faster
         self._begin()
 
@@ -80,9 +80,10 @@ class Drafting:
     def ended(self, tokens: float, *, drafted: bool) -> None:
         """A launch has ended. tokens: of each sequence, the mean. drafted: whether it was of rounds."""
         now, last = time.perf_counter(), self._last
-        self._last = now
-        if last is None or drafted != self._round:
-            return  # rounds wait for their program, or for a request that starts
+        first, self._last = drafted and self._first, now
+        self._first = self._first and not drafted
+        if last is None or drafted != self._round or first:
+            return  # rounds wait for their program, or for a request that starts; their first call takes longer than others
         self._count, self._tokens, self._seconds = self._count + 1, self._tokens + tokens, self._seconds + now - last
         if drafted:
             self._judge()
@@ -112,7 +113,5 @@ class Drafting:
         self._last = None
 
     def _turn(self, *, to_rounds: bool) -> None:
-        if to_rounds and not self._tried:
-            self._last = None  # the first launch is called for the first time, which takes longer
-        self._round, self._tried = to_rounds, self._tried or to_rounds
+        self._round = to_rounds
         self._begin()

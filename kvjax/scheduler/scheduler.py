@@ -548,7 +548,9 @@ class Scheduler:
         steps, began = [step for step in pending if step.active is not None], time.perf_counter()
         for step in pending:
             step.wait()
-        if not steps:
+        if not pending:  # after rounds, which were read when they were launched, or where nothing ran
+            self._launches.interrupted()
+        elif not steps:
             self._interrupted()
         elif steps[-1].accepted is None:
             self._launches.read(steps[-1].steps, time.perf_counter() - began)

@@ -312,6 +312,28 @@ def test_rounds_that_take_longer_end_and_are_tried_again(monkeypatch):
     assert turns._resting == round(8 / LOSS)
 
 
+@pytest.mark.parametrize("slower", [False, True])
+def test_the_scheduler_compares_rounds_with_steps(slower, monkeypatch):
+    """By a clock that runs on with each launch. Rounds that lose come no more often than their loss allows."""
+    now, real, drafted = [0.0], Scheduler._run_plan, []
+    monkeypatch.setattr(drafting.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
+
+    def run(self, plan):
+        rounds = [group.launch is not None and group.launch.draft is not None for group in plan.decodes]
+        now[0] += 1.0 if not any(rounds) else 100.0 if slower else 0.5
+        drafted.extend(rounds)
+        return real(self, plan)
+
+    monkeypatch.setattr(Scheduler, "_run_plan", run)
+    model = shallow(make_family("llama"))
+    engine = engine_of(model, ("dense",), pages=40)
+    answers(engine, [asked(list(range(1, 30)), 300, temperature=2.0)], slots=1, draft="lookup")
+    steps = drafted.index(True)
+    assert PLAIN < steps <= PLAIN + 4
+    assert sum(drafted) == 2 if slower else all(drafted[steps:]), "the first launch of rounds is not timed, and the second says it"
+
+
 @pytest.mark.parametrize("times", [1.05, 1.5, 8.0])
 def test_drafts_that_lose_cost_little(times, monkeypatch):
     """Of 20,000 tokens, with rounds that take longer: at most 3% in all, with the launches that are not timed."""
