@@ -16,10 +16,11 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import filelock
 import jax
@@ -53,6 +54,9 @@ NAMED = "kvjax compiles"
 """What the names of threads that compile begin with."""
 
 
+_compiling: set[Future] = set()  # by threads of `CompileAhead`
+
+
 class CompileAhead:
     """Compiles jitted functions before they are called. `key in` says whether a key's programs were begun. running:
     those for which nobody has waited yet.
@@ -82,7 +86,9 @@ class CompileAhead:
             lowered = [call.func.lower(*call.args, **call.keywords) for call in make()]
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(max_workers=THREADS_AHEAD, thread_name_prefix=NAMED)
-            self.running[key] = self._begun[key] = self._threads.submit(_compile, lowered)
+            self.running[key] = self._begun[key] = future = self._threads.submit(_compile, lowered)
+            _compiling.add(future)
+            future.add_done_callback(_compiling.discard)
         except Exception:
             return
 
@@ -113,6 +119,17 @@ class CompileAhead:
         """Wait until a key's programs are compiled, if they were begun."""
         if (future := self.running.pop(key, None)) is not None:
             future.exception()
+
+
+def leave(status: int) -> NoReturn:
+    """End the process. Where threads of `CompileAhead` compile, do not wait for programs that nobody needs any more:
+    then nothing that was registered to run at exit runs. Processes of a job part in order."""
+    if not _compiling or jax.distributed.is_initialized():
+        sys.exit(status)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _compile(lowered: list[jax.stages.Lowered]) -> None:

@@ -1,5 +1,5 @@
-"""The command line, one file per group of commands. `kvjax` runs `main`."""
+"""The command line, one file per group of commands. `kvjax` runs `run_and_leave`."""
 
-from kvjax.serving.cli.app import main
+from kvjax.serving.cli.app import main, run_and_leave
 
-__all__ = ["main"]
+__all__ = ["main", "run_and_leave"]

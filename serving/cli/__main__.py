@@ -1,6 +1,6 @@
 """`python -m kvjax.serving.cli`: the same as `kvjax`."""
 
-from kvjax.serving.cli.app import main
+from kvjax.serving.cli.app import run_and_leave
 
 if __name__ == "__main__":
-    main()
+    run_and_leave()

@@ -14,6 +14,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -67,6 +68,13 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 IDLE_CONNECTION_S = 5
 QUICK_JSON = 64 * 1024
 """Bytes of a body that is parsed between other things."""
+MAX_SIMPLE_JSON = 2**20
+"""Bytes of a body that does not wait for larger ones."""
+MAX_PIECES = 2**21
+"""Values of a body, at most; an object, a list or a text counts as eight. More take longer than half a second to
+parse."""
+PAUSE = 3
+"""After a body, none is parsed for so many times as long as that took."""
 QUIET_S = 5.0
 """A stream that has sent nothing for so long sends a comment, because proxies close connections on which nothing
 comes."""
@@ -133,13 +141,14 @@ class _Routes:
         self._bodies: dict[asyncio.Future, None] = {}  # that are being read, the oldest first
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * admission.options.max_calls + 4, thread_name_prefix="kvjax http")
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvjax json")
+        self._parsers = _Parser(), _Parser()  # of bodies up to `MAX_SIMPLE_JSON`, and of larger ones
         self._ending: set[asyncio.Future] = set()
 
     def close(self) -> None:
         """Let threads end."""
         self._threads.shutdown(wait=False)
-        self._parser.shutdown(wait=False, cancel_futures=True)
+        for each in self._parsers:
+            each.close()
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -221,30 +230,13 @@ class _Routes:
         from starlette.responses import JSONResponse
 
         options, runtime = self._admission.options, self._admission.runtime
-        reading = asyncio.ensure_future(_body(request, options.max_message_bytes))
-        self._bodies[reading] = None
-        if len(self._bodies) > options.max_calls:  # one that never comes keeps nobody out
-            oldest = next(iter(self._bodies))
-            del self._bodies[oldest]
-            oldest.cancel()
-        try:
-            content = await asyncio.wait_for(reading, options.stall_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
-        except asyncio.CancelledError:
-            if reading in self._bodies:
-                raise
-            said = f"{options.max_calls} bodies are under way, the server's limit, and this one is the slowest: try again later"
-            raise ResourceExhausted(said, reason="calls") from None
-        finally:
-            self._bodies.pop(reading, None)
+        content = [await self._content(request)]
         if self._running >= options.max_calls:
             raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
         self._running += 1
         begun, streams = None, False
         try:
-            body = _json(content) if len(content) <= QUICK_JSON else await self._parsed(content)
-            wanted = await self._in_thread(asked, body, chat, runtime, options)
+            wanted = await self._wanted(content.pop(), chat)  # nothing here holds the body while the request waits and runs
             begun, form = (
                 asyncio.ensure_future(self._in_thread(TextCompletion, runtime, wanted, self._admission.throttle)),
                 Form(wanted, options.model_name),
@@ -259,12 +251,41 @@ class _Routes:
             completion = await _unless_gone(request, asyncio.shield(begun))
             call.session = completion.session.id
             text = await _unless_gone(request, self._all(completion))
-            body = form.whole(text, completion.finish_reason, usage_of(completion.prompt_tokens, completion.generated))
+            answer = form.whole(text, completion.finish_reason, usage_of(completion.prompt_tokens, completion.generated))
             call.end(None)
-            return JSONResponse(body)
+            return JSONResponse(answer)
         finally:
             if not streams:
                 await self._end(begun)
+
+    async def _wanted(self, content: bytearray, chat: bool) -> Asked:
+        """What a body asks for, checked."""
+        if len(content) <= QUICK_JSON:
+            body = _json(content)
+        else:
+            body = await self._parsers[len(content) > MAX_SIMPLE_JSON].parse(content)
+        return await self._in_thread(asked, body, chat, self._admission.runtime, self._admission.options)
+
+    async def _content(self, request: Request) -> bytearray:
+        """A request's body. Of too many that are under way, the oldest is given up."""
+        options = self._admission.options
+        reading = asyncio.ensure_future(_body(request, options.max_message_bytes))
+        self._bodies[reading] = None
+        if len(self._bodies) > options.max_calls:  # one that never comes keeps nobody out
+            oldest = next(iter(self._bodies))
+            del self._bodies[oldest]
+            oldest.cancel()
+        try:
+            return await asyncio.wait_for(reading, options.stall_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
+        except asyncio.CancelledError:
+            if reading in self._bodies:
+                raise
+            said = f"{options.max_calls} bodies are under way, the server's limit, and this one is the slowest: try again later"
+            raise ResourceExhausted(said, reason="calls") from None
+        finally:
+            self._bodies.pop(reading, None)
 
     async def _all(self, completion: TextCompletion) -> str:
         texts = []
@@ -317,13 +338,33 @@ class _Routes:
         finally:
             self._running -= 1
 
-    async def _parsed(self, content: bytes) -> Any:
-        """The JSON of a large body. One thread parses them all, one after the other: Python runs nothing else
-        meanwhile, and so whoever looks at /healthz waits for one of them at most."""
-        return await asyncio.get_running_loop().run_in_executor(self._parser, _json, content)
-
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+class _Parser:
+    """Parses bodies, one after the other and with pauses, because Python runs nothing else while it parses."""
+
+    def __init__(self):
+        self._thread, self._pause_until = ThreadPoolExecutor(1, thread_name_prefix="kvjax json"), 0.0
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(self, content: bytearray) -> Any:
+        """The JSON of a body. InvalidArgument as `_check_pieces` and `_json`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, content)
+
+    def _parse(self, content: bytearray) -> Any:
+        time.sleep(max(0.0, self._pause_until - time.monotonic()))
+        began = time.monotonic()
+        try:
+            _check_pieces(content)
+            return _json(content)
+        finally:
+            now = time.monotonic()
+            self._pause_until = now + PAUSE * (now - began)
 
 
 class _Streamed:
@@ -401,6 +442,18 @@ async def _body(request: Request, most: int) -> bytearray:
     except ClientDisconnect:
         raise Cancelled("the client has gone") from None
     return content
+
+
+def _check_pieces(content: bytearray) -> None:
+    """InvalidArgument for a body with so many values that Python would run nothing else for long while it parses."""
+    plain = bytes(content).replace(b"\\\\", b"").replace(b'\\"', b"")
+    pieces = 4 * plain.count(b'"')
+    if pieces <= MAX_PIECES:
+        outside = b"".join(plain.split(b'"')[::2])
+        pieces += outside.count(b",") + 8 * (outside.count(b"[") + outside.count(b"{"))
+    if pieces > MAX_PIECES:
+        said = f"the body has more than {MAX_PIECES:,} values, where an object, a list or a text counts as eight"
+        raise InvalidArgument(f"{said}: send fewer in one request")
 
 
 def _json(content: bytes) -> Any:

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +24,22 @@ from kvjax.engine.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
 
 PAGE = 16
+
+LEAVES = """
+import functools, jax, sys, threading
+from kvjax import compilation
+from kvjax.serving.cli import app
+class Slow:
+    def __call__(self): pass
+    def lower(self): return self
+    def compile(self): threading.Event().wait()
+begun = sys.argv.pop()
+if begun == "begun":
+    compilation.CompileAhead().begin("key", lambda: [functools.partial(Slow())])
+app.main = lambda: sys.exit(3)
+print("said")
+app.run_and_leave()
+"""
 
 
 def together(*calls, between=lambda: None):
@@ -247,3 +265,9 @@ def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
     assert engine.sequences == set()
     (sequence,) = engine.prefill([np.arange(1, 40)])
     assert np.isfinite(np.asarray(engine.decode([sequence], [3]))).all()
+
+
+@pytest.mark.parametrize("begun", ["begun", "none"])
+def test_a_command_that_ends_waits_for_no_program(begun):
+    ended = subprocess.run([sys.executable, "-c", LEAVES, begun], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", "")

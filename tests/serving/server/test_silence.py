@@ -1,6 +1,7 @@
 """Clients that open calls or connections, and then say nothing."""
 
 import contextlib
+import gc
 import itertools
 import json
 import queue
@@ -11,6 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -302,6 +305,77 @@ def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, 
         go_on.set()
         assert all(b" 400 " in each.recv(100) for each in posts)
     assert most == [1, 1, 1]
+
+
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(engine, monkeypatch):
+    monkeypatch.setattr(app, "_json", lambda content: pytest.fail("it was parsed"))
+    half = app.MAX_PIECES // 2
+    for body, values in (
+        (b"[" + b"0," * 2 * half + b"0]", "2,097,152 values"),
+        (b'{"user": [' + b"[]," * (half // 4) + b"[]]}", "counts as eight"),
+        (b'{"metadata": {' + b'"a\\\\":0,' * (half // 4) + b'"a":0}}', "counts as eight"),
+        (b'"' * app.MAX_PIECES, "send fewer"),
+    ):
+        with serving(engine, http_port=0) as server, pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/v1/completions", body, timeout=WAIT)
+        assert caught.value.code == 400
+        assert values in json.loads(caught.value.read())["error"]["message"]
+
+
+def test_text_that_looks_like_many_values_is_one():
+    for text in ('{"[x, y":" \\' * 2**19, "\\" * 2**20, '\\"' * 2**20):
+        app._check_pieces(bytearray(json.dumps({"prompt": text}).encode()))
+    app._check_pieces(bytearray(json.dumps({"prompt": list(range(10**6)), "stop_token_ids": [1] * 10**5}).encode()))
+
+
+def test_after_a_large_body_none_is_parsed_for_a_while(monkeypatch):
+    now, slept = [100.0], []
+    monkeypatch.setattr(app.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(app.time, "sleep", lambda seconds: slept.append(seconds))
+
+    def slowly(content):
+        now[0] += 0.5
+        return content
+
+    monkeypatch.setattr(app, "_json", slowly)
+    parser = app._Parser()
+    for _ in range(2):
+        parser._parse(bytearray(b"[]"))
+    now[0] += 10
+    parser._parse(bytearray(b"[]"))
+    parser.close()
+    assert slept == [0, 0.5 * app.PAUSE, 0]
+
+
+class Parsed(dict):
+    """One that can be referred to weakly."""
+
+
+def test_a_request_that_runs_does_not_hold_its_body(engine, monkeypatch):
+    bodies, begun, go_on = [], threading.Event(), threading.Event()
+
+    def parsed(content):
+        body = Parsed(json.loads(content))
+        bodies.append(weakref.ref(body))
+        return body
+
+    def running(*given):
+        begun.set()
+        assert go_on.wait(WAIT)
+        raise ResourceExhausted("enough")
+
+    monkeypatch.setattr(app, "_json", parsed)
+    monkeypatch.setattr(app, "TextCompletion", running)
+    monkeypatch.setattr(app, "Form", lambda *given: None)
+    monkeypatch.setattr(app, "asked", lambda *given: SimpleNamespace(stream=False))
+    content = json.dumps({"model": "tiny", "prompt": [1, 2], "max_tokens": 3, "user": "x" * 2**17}).encode()
+    with serving(engine, http_port=0, model_name="tiny") as server, http(server) as post:
+        post.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+        assert begun.wait(WAIT)
+        gc.collect()
+        assert [each() for each in bodies] == [None]
+        go_on.set()
+        assert b" 429 " in post.recv(100)
 
 
 def test_a_server_in_a_hurry_waits_for_no_call(engine, monkeypatch):
