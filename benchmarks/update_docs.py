@@ -63,7 +63,7 @@ SESSIONS = ("cpu/sessions", "cpu/session-tokens", "cpu/session-idle")
 SESSIONS += ("h200/session-tokens", "h200/session-tokens-16k", "h200/session-tokens-int4", "h200/session-tokens-int4-1")
 
 PAGES = {
-    "measured/decode": [Tables([f"h200/{kind}*.json" for kind in KINDS] + ["cpu/draft-acceptance.json"])],
+    "measured/decode": [Tables([f"h200/{kind}*.json" for kind in KINDS] + ["cpu/draft-acceptance*.json"])],
     "measured/cache-formats": [
         Tables(["*/packed-attention*.json", "*/packed-chunks*.json"]),
         _runs("cache-formats", "cpu/fidelity-cache-formats.json", "h200/pages-fidelity-*.json"),

@@ -121,7 +121,7 @@ class CompileAhead:
             future.exception()
 
 
-def leave(status: int) -> NoReturn:
+def leave(status: int | None) -> NoReturn:
     """End the process. Where threads of `CompileAhead` compile, do not wait for programs that nobody needs any more:
     then nothing that was registered to run at exit runs. Processes of a job part in order."""
     if not _compiling or jax.distributed.is_initialized():
@@ -129,7 +129,7 @@ def leave(status: int) -> NoReturn:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)
+    os._exit(status or 0)
 
 
 def _compile(lowered: list[jax.stages.Lowered]) -> None:

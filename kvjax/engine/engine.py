@@ -193,7 +193,7 @@ class Engine:
 
     def memory_plan(self) -> MemoryPlan:
         """Weights, cache per 1K tokens and pages that fit, for this model as loaded."""
-        return plan_with_weights(self._plan_beside_weights(), self.model.params)
+        return plan_with_weights(self._plan_beside_weights(), [self.model.params, getattr(self.model, "draft_params", None)])
 
     @property
     def used_bytes(self) -> dict[str, int]:

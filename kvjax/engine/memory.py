@@ -241,8 +241,9 @@ def memory_plan(
 
 
 def plan_with_weights(beside: MemoryPlan, params: Params) -> MemoryPlan:
-    """The plan of a model whose weights are loaded, from one of the memory beside them."""
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    """The plan of a model whose weights are loaded, from one of the memory beside them. An array that is there twice
+    counts once."""
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(params)}.values())
     return dataclasses.replace(beside, weights_bytes=weights, available_bytes=beside.available_bytes + weights)
 
 

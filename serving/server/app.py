@@ -25,7 +25,7 @@ from kvjax.serving.bodies import WrongField, check_once, from_json
 from kvjax.serving.server.auth import only_authorization
 from kvjax.serving.server.completion import TextCompletion
 from kvjax.serving.server.connections import FIRST_S, impatient, quick_handshakes
-from kvjax.serving.server.openai_form import Form, asked, no_model, usage_of
+from kvjax.serving.server.openai_form import Asked, Form, asked, no_model, usage_of
 from kvjax.serving.server.options import tls_context
 
 if TYPE_CHECKING:

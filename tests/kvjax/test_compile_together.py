@@ -33,10 +33,10 @@ class Slow:
     def __call__(self): pass
     def lower(self): return self
     def compile(self): threading.Event().wait()
-begun = sys.argv.pop()
+begun, status = sys.argv[1], {"3": 3, "None": None}[sys.argv[2]]
 if begun == "begun":
     compilation.CompileAhead().begin("key", lambda: [functools.partial(Slow())])
-app.main = lambda: sys.exit(3)
+app.main = lambda: sys.exit(status)
 print("said")
 app.run_and_leave()
 """
@@ -267,7 +267,7 @@ def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
     assert np.isfinite(np.asarray(engine.decode([sequence], [3]))).all()
 
 
-@pytest.mark.parametrize("begun", ["begun", "none"])
-def test_a_command_that_ends_waits_for_no_program(begun):
-    ended = subprocess.run([sys.executable, "-c", LEAVES, begun], capture_output=True, text=True, timeout=300)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", "")
+@pytest.mark.parametrize(("begun", "status"), [("begun", 3), ("begun", None), ("none", 3)])
+def test_a_command_that_ends_waits_for_no_program(begun, status):
+    ended = subprocess.run([sys.executable, "-c", LEAVES, begun, str(status)], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status or 0, "said\n", "")

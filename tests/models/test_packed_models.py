@@ -116,6 +116,26 @@ def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkey
         load(tmp_path / "packed", tokenizer=False, weights="int8")
 
 
+def test_weights_that_draft_are_a_second_copy(tmp_path):
+    model = random_model(jnp.bfloat16, altered(LEAST, vocab_size=300))
+    save(model, tmp_path / "m")
+    found = load(tmp_path / "m", dtype="bfloat16", tokenizer=False, draft_weights="int8")
+    assert same_params(found.params, model.params)
+    assert same_params(found.draft_params, pack_params(model.params, "int8"))
+    copies = [leaf for leaf in jax.tree.leaves(found.draft_params, is_leaf=is_packed) if is_packed(leaf)]
+    more = sum(leaf.nbytes for leaf in jax.tree.leaves(copies))
+    assert kvjax.Engine(found, pages=4).memory_plan().weights_bytes == 2 * found.config.num_params + more
+    assert fingerprint(found) == fingerprint(model), "answers are the model's"
+    with pytest.raises(ValueError, match="leave weights='int4' out"):
+        load(tmp_path / "m", tokenizer=False, weights="int4", draft_weights="int8")
+    with pytest.raises(ValueError, match="leave mesh out"):
+        load(tmp_path / "m", tokenizer=False, draft_weights="int8", mesh=kvjax.mesh(tensor=1))
+    with pytest.raises(ValueError, match="weights is 'q4'; supported"):
+        load(tmp_path / "m", tokenizer=False, draft_weights="q4")
+    with pytest.raises(ValueError, match="packed already"):
+        dataclasses.replace(found, params=found.draft_params).with_draft_weights("int8")
+
+
 def test_fingerprints_tell_formats_apart():
     """Blocks of 100 and of 128 of 160 inputs have scales of one shape."""
     model = packed(tiny("qwen2"), "int4")

@@ -66,8 +66,24 @@ def test_options_reach_the_engine():
     expected = {"model": "m", "policy": "top:8+missed0.5", "prefill": "bounds:4", "slots": 3, "pages": 7, "device_bytes": 11}
     expected |= {"page_size": 16, "prefill_chunk": 32, "cache_format": "int8", "dtype": "float16", "weights": "int4", "lora": ("a", "b")}
     expected |= {"stores": {"reuse": "any", "host_bytes": 13, "disk": "d", "disk_bytes": 17}, "max_positions": 19}
-    expected |= {"tensor": 2, "context": 4, "data": 5, "steps_per_launch": 6, "draft": None, "others": (), "left_out": ()}
+    expected |= {
+        "tensor": 2,
+        "context": 4,
+        "data": 5,
+        "steps_per_launch": 6,
+        "draft": None,
+        "draft_weights": None,
+        "others": (),
+        "left_out": (),
+    }
     assert vars(setup) == expected
+
+
+@pytest.mark.parametrize(("draft", "said"), [(None, "given without draft"), ("lookup", "which computes nothing")])
+def test_weights_that_draft_need_a_policy_that_drafts(draft, said):
+    with pytest.raises(ValueError, match=f"draft_weights int4 was .*{said}.*: name a policy that drafts"):
+        EngineOptions(model="m").setup(draft=draft, draft_weights=Weights.int4)
+    assert EngineOptions(model="m").setup(draft="top:8", draft_weights=Weights.int4).draft_weights == "int4"
 
 
 def test_several_policies_are_one_and_others():
