@@ -103,6 +103,12 @@ def test_several_steps_per_launch_change_no_answer(engine):
     assert answers(engine, steps_per_launch=4) == answers(engine)
 
 
+@pytest.mark.parametrize("wrong", [3, None])
+def test_what_is_no_list_of_records_is_named_with_the_remedy(engine, wrong):
+    with pytest.raises(TypeError, match=rf'run_batch takes a list .* as in \[{{"id": "a", "prompt": "Once"}}\], got {wrong}$'):
+        run_batch(wrong, engine)
+
+
 def test_a_text_is_what_generate_says(engine):
     found = answers(engine)
     for record in RECORDS[:2]:
