@@ -27,7 +27,7 @@ from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.files import lines as lines_of
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse, read
-from kvjax.serving.batch.setup import pages_of_job
+from kvjax.serving.batch.setup import Setup, pages_of_job
 from kvjax.text.tokenization import chat_ids
 
 pytestmark = pytest.mark.bits
@@ -452,6 +452,20 @@ def test_a_pool_is_as_large_as_the_longest_records_together(tmp_path, model):
     assert pages(4) == 3 * 3 + 2 + 1
     write(source, [{"id": "bad"}])
     assert pages(8) == 1
+
+
+def test_a_pool_has_room_for_answers_that_are_clipped(tmp_path, model):
+    """By default the pool is as large as the records need. A clipped answer takes the rest of the model's positions."""
+    clipped = {"id": "clipped", "prompt": [5] * 500, "max_new_tokens": 2**31 - 1, "clip": True, "ignore_eos": True}
+    records = [{"id": "small", "prompt": "amber", "max_new_tokens": 2}, clipped]
+    setup = Setup("tiny", policy="window:8+24", slots=1, page_size=16, prefill_chunk=64)
+    setup = setup.sized(model, read(records, DEFAULTS))
+    assert setup.pages == 512 // 16
+    found = answers(setup.engines(model), records, slots=1)
+    assert {name: answer["error"] for name, answer in found.items()} == {"small": None, "clipped": None}
+    assert found["clipped"]["generated_tokens"] == 13, "the positions behind the prompt, and one token that needs none"
+    too_long = clipped | {"prompt": [5] * 513}
+    assert pages_of_job(read([records[0], too_long], DEFAULTS), model, 1, 16) == 1, "no clip makes room for a prompt"
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8])
