@@ -163,11 +163,6 @@ def _bounded(file: IO[bytes], seen: Callable[[bytes], object]) -> Iterator[tuple
         yield length, line
 
 
-def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:
-    """Every line of a file, or row of a Parquet file, as `records.read` takes them."""
-    return (line for _, _, line in numbered(path))
-
-
 def _rows(path: Path, first: int, seen: Callable[[str], object] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbered rows. Row groups before the row `first` are not read.
 
@@ -261,13 +256,14 @@ class Reading:
     """One pass over an input.
 
     source: the file. earlier: how many bytes of it an earlier run read, uncompressed; None: no run did, or it does not
-    say. offset: where the latest line began, in bytes. repeated: lines that are equal to an earlier one with the same
-    id. taken: as in `records.read`. `described` and `earlier_digest` are right when all records were read: they are of
-    what was read then, whatever the file is now.
+    say. offset, line: where the latest line began, in bytes, and what it is. repeated: lines that are equal to an
+    earlier one with the same id. taken: as in `records.read`. `described` and `earlier_digest` are right when all
+    records were read: they are of what was read then, whatever the file is now.
     """
 
     def __init__(self, source: Path, earlier: int | None = None):
         self.source, self.offset = source, 0
+        self.line: bytes | dict[str, Any] = b""
         self.repeated: list[int] = []
         self.taken: list[int] = []
         self.earlier_digest: str | None = None
@@ -289,11 +285,11 @@ class Reading:
 
     def _lines(self) -> Iterator[bytes | dict[str, Any]]:
         if is_parquet(self.source):
-            yield from (row for _, row in _rows(self.source, 1, self._is))
-            return
-        for _, offset, line in numbered(self.source, seen=self._add):
-            self.offset = offset
-            yield line
+            found = ((0, row) for _, row in _rows(self.source, 1, self._is))
+        else:
+            found = ((offset, line) for _, offset, line in numbered(self.source, seen=self._add))
+        for self.offset, self.line in found:
+            yield self.line
 
     def _is(self, digest: str) -> None:
         """Take note of what a Parquet file is. ValueError if it has become another one while it was read."""

@@ -24,7 +24,7 @@ from kvjax.models import CausalLM, init_params
 from kvjax.scheduler.request import Request
 from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch import job as batch
-from kvjax.serving.batch.files import lines as lines_of
+from kvjax.serving.batch.files import Reading
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse, read
 from kvjax.serving.batch.setup import Setup, pages_of_job
@@ -445,7 +445,7 @@ def test_a_pool_is_as_large_as_the_longest_records_together(tmp_path, model):
     source = write(tmp_path / "in.jsonl", records)
 
     def pages(slots):
-        return pages_of_job(read(lines_of(source), DEFAULTS), model, slots, 16)
+        return pages_of_job(Reading(source).records(DEFAULTS), model, slots, 16)
 
     assert (pages(1), pages(8), pages(64)) == (2, 16, 100)
     write(source, [*records, {"id": "n", "prompt": [5] * 40, "max_new_tokens": 9, "n": 3}])

@@ -12,11 +12,15 @@ import pytest
 from pyarrow import parquet
 
 from kvjax.serving.batch import files
-from kvjax.serving.batch.files import COLUMNS, Reading, lines, numbered, write_outputs
+from kvjax.serving.batch.files import COLUMNS, Reading, numbered, write_outputs
 from kvjax.serving.batch.job import run_file
 from kvjax.serving.batch.records import Defaults, read
 
 ROWS = [{"id": f"r{number}", "prompt": "amber", "max_new_tokens": number + 1} for number in range(10)]
+
+
+def lines(path):
+    return (line for _, _, line in numbered(path))
 
 
 def write_parquet(path, rows, **options):
