@@ -47,6 +47,15 @@ def optional_function(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a function, or None, got {shown(value)}")
 
 
+def check_iterable(value: object, caller: str, needed: str) -> None:
+    """TypeError unless the value can be iterated over. caller: the function of kvjax that got it. needed: what it takes
+    in place of it, and how that is written."""
+    try:
+        iter(value)
+    except TypeError:
+        raise TypeError(f"{caller} takes {needed}, got {shown(value)}") from None
+
+
 def file_path(path: object, what: str = "file") -> Path:
     """The path of a file, `~` expanded; ValueError for anything that is no path. what: for the message, what it leads
     to."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from kvjax.cache.page_tables import table_width
-from kvjax.checks import TokenIds, check_model, whole_number
+from kvjax.checks import TokenIds, check_iterable, check_model, whole_number
 from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_seed
@@ -51,8 +51,9 @@ def run(
     engine: one, or several replicas (`kvjax.replicas`), each with `slots` slots and a thread of its own. A request goes
     to the replica that has a free slot and fewest requests; its bits do not depend on which. The iterable and the
     functions run in the caller's thread. If an engine fails, or the caller ends the generator, all replicas end, and
-    free what they held.
+    free what they held. TypeError for requests that are no iterable of `Request`.
     """
+    check_iterable(requests, "run", "a list or another iterable of kvjax.Request, as in [kvjax.Request(prompt)]")
     engines, options = _engines_of(engine, "run"), {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
     options["draft"] = draft
     if len(engines) > 1:

@@ -163,22 +163,21 @@ def _bounded(file: IO[bytes], seen: Callable[[bytes], object]) -> Iterator[tuple
         yield length, line
 
 
-def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:
-    """Every line of a file, or row of a Parquet file, as `records.read` takes them."""
-    return (line for _, _, line in numbered(path))
+def _rows(path: Path, first: int, seen: Callable[[str], object] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered rows. Row groups before the row `first` are not read.
 
-
-def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered rows. Row groups before the row `first` are not read."""
+    seen: gets the SHA-256 of the whole file, in hexadecimal, before the first row is read and after the last.
+    """
     import pyarrow
     from pyarrow import parquet
 
-    with _whole_parquet(path):
+    with _whole_parquet(path), pyarrow.OSFile(str(path)) as opened:  # it stays the same file, whatever gets its name
+        if seen is not None:
+            seen(_sha256(opened))
         try:
-            file = parquet.ParquetFile(path, page_checksum_verification=True)  # of files that have checksums
+            file = parquet.ParquetFile(opened, page_checksum_verification=True)  # of files that have checksums
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path} is not a Parquet file ({error})") from None
-    with file, _whole_parquet(path):
         name, count = next(iter(Counter(file.schema_arrow.names).most_common(1)), ("", 0))
         if count > 1:  # nobody knows which was meant
             raise ValueError(f"{path} has {count} columns named {name!r:.80}: leave one of them")
@@ -190,6 +189,14 @@ def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
             later = batch.slice(max(0, first - number))
             number += batch.num_rows
             yield from zip(range(number - later.num_rows, number), _objects(later), strict=True)
+        if seen is not None:
+            seen(_sha256(opened))
+
+
+def _sha256(file: Any) -> str:
+    """The digest of an open file from its beginning."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _objects(batch: Any) -> list[dict[str, Any]]:
@@ -249,18 +256,21 @@ class Reading:
     """One pass over an input.
 
     source: the file. earlier: how many bytes of it an earlier run read, uncompressed; None: no run did, or it does not
-    say. offset: where the latest line began, in bytes. repeated: lines that are equal to an earlier one with the same
-    id. taken: as in `records.read`. `described` and `earlier_digest` are right when all records were read.
+    say. offset, line: where the latest line began, in bytes, and what it is. repeated: lines that are equal to an
+    earlier one with the same id. taken: as in `records.read`. `described` and `earlier_digest` are right when all
+    records were read: they are of what was read then, whatever the file is now.
     """
 
     def __init__(self, source: Path, earlier: int | None = None):
         self.source, self.offset = source, 0
+        self.line: bytes | dict[str, Any] = b""
         self.repeated: list[int] = []
         self.taken: list[int] = []
         self.earlier_digest: str | None = None
         """The digest of the earlier run's bytes; None if they are not there, or the last of their lines has become
         longer."""
         self._earlier, self._read, self._digest = earlier, 0, hashlib.sha256()
+        self._whole: str | None = None
 
     def records(self, defaults: Defaults) -> Iterator[Record]:
         """The records, in order; see `records.read`."""
@@ -270,14 +280,22 @@ class Reading:
         """What a job's header says of the input. A Parquet file is one whole, so its rows have no bytes of their
         own."""
         if is_parquet(self.source):
-            with open(self.source, "rb") as file:
-                return {DIGEST: hashlib.file_digest(file, "sha256").hexdigest(), BYTES: None}
+            return {DIGEST: self._whole, BYTES: None}
         return {DIGEST: self._digest.hexdigest(), BYTES: self._read}
 
     def _lines(self) -> Iterator[bytes | dict[str, Any]]:
-        for _, offset, line in numbered(self.source, seen=self._add):
-            self.offset = offset
-            yield line
+        if is_parquet(self.source):
+            found = ((0, row) for _, row in _rows(self.source, 1, self._is))
+        else:
+            found = ((offset, line) for _, offset, line in numbered(self.source, seen=self._add))
+        for self.offset, self.line in found:
+            yield self.line
+
+    def _is(self, digest: str) -> None:
+        """Take note of what a Parquet file is. ValueError if it has become another one while it was read."""
+        if self._whole not in (None, digest):
+            raise ValueError(f"{self.source} has changed while it was read: run again when it is complete. Nothing was run")
+        self._whole = digest
 
     def _add(self, line: bytes) -> None:
         end = self._read + len(line)

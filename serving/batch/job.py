@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from kvjax.checks import check_iterable
 from kvjax.engine.call_lock import interrupts
 from kvjax.engine.capacity import MAX_POSITIONS
 from kvjax.engine.engine import Engine
@@ -68,8 +69,9 @@ def run_batch(
     engine's. slots: sequences that an engine decodes together; None is 8, or fewer if its largest batch bucket is
     smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write.
     A record that cannot be answered gives an object with `error`. steps_per_launch, draft: as in
-    `kvjax.Scheduler`.
+    `kvjax.Scheduler`. TypeError for records that are no iterable.
     """
+    check_iterable(records, "run_batch", 'a list or another iterable of records, as in [{"id": "a", "prompt": "Once"}]')
     engines = engines_of(engine, "run_batch")
     options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch, "draft": draft}
     taken: list[int] = []

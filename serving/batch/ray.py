@@ -2,10 +2,11 @@
 
     print(run_on_ray("in.jsonl", "out.jsonl", Setup("needle", policy="cascade:8"), replicas=4, gpus_per_replica=0.5))
 
-This process reads the input once, and keeps places and sizes of its records, not the records. Ray Data hands blocks of
-lines to a pool of actors. Each has its own model and engine, reads its lines from the input itself, and sends every
-answer back when it is complete. This process appends it to the partial file of `run_file`. So the output is that of
-`run_file`, in the order of the input, and a job can be begun by one and continued by the other.
+This process reads the input once, and keeps places, sizes and digests of its records, not the records. Ray Data hands
+blocks of lines to a pool of actors. Each has its own model and engine, reads its lines from the input itself, and sends
+every answer back when it is complete. This process appends it to the partial file of `run_file`. So the output is that
+of `run_file`, in the order of the input, and a job can be begun by one and continued by the other. A worker that finds
+other lines than this process read answers none of its block, and the job ends with an error.
 
 If a worker dies, Ray runs its block again elsewhere. Answers that are here already are dropped when they come a second
 time, and records without an answer run again at the end, so none is lost and none doubled. After `DEATHS` deaths of a
@@ -21,16 +22,16 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from kvjax.serving.batch.file_jobs import FileJob, complete
-from kvjax.serving.batch.files import lines, numbered
+from kvjax.serving.batch.files import BYTES, DIGEST, Reading, numbered
 from kvjax.serving.batch.job import answer_records, describe_job
-from kvjax.serving.batch.records import Defaults, Record, parse, read
+from kvjax.serving.batch.records import Defaults, Record, digest_of, parse
 from kvjax.serving.batch.results import Result, Summary, refused
 from kvjax.serving.batch.setup import Setup
 from kvjax.serving.progress import JobProgress
@@ -46,6 +47,13 @@ worker dies."""
 
 BLOCKS_PER_REPLICA = 8
 """A job has about so many blocks per replica, or more, so that all replicas end at about the same time."""
+
+CHANGED = (
+    "{}, line {}, has changed since the job read it: give the file as it was and run again to continue, or delete the job's .partial "
+    "file to start over"
+)
+UNREAD = "unread"
+"""The key of what a replica sends in place of results when it cannot read its lines."""
 
 DEVICE_SHARE = 0.9
 """Of a replica's part of a GPU, what JAX takes at once. The rest is for what CUDA takes beside it."""
@@ -68,8 +76,8 @@ def run_on_ray(
 
     It uses the cluster that Ray is connected to, or finds (`RAY_ADDRESS`, or `ray start` on this machine), or else
     starts one on this machine and stops it at the end. The workers need kvjax, and the input and the model under the
-    same paths. ValueError, and what a killed job does when it is run again: as in `run_file`. MissingExtra without the
-    extra `ray`.
+    same paths. ValueError, and what a killed job does when it is run again: as in `run_file`. ValueError, too, if a
+    worker finds other lines in the input than this process read. MissingExtra without the extra `ray`.
 
     Args:
         source, out: JSONL, or Parquet by its suffix.
@@ -93,13 +101,13 @@ def run_on_ray(
 
         place = Place(source, defaults, Path.cwd(), resources["num_gpus"])
         scout = ray.remote(max_calls=1, **resources)(_scout)  # its process ends, and gives its device memory back
-        setup, job, said = ray.get(scout.remote(setup, place))
+        setup, job, said = ray.get(scout.remote(setup, place, files.reading.described()))
         if console is not None:
             console.print(f"{said}; replicas: {replicas}", highlight=False, soft_wrap=True)
 
         def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
             yield from (refused(record, record.error) for record in outline.wrong if record.line not in earlier)
-            left = {line: offset for line, offset in outline.offsets.items() if line not in earlier}
+            left = {line: spot for line, spot in outline.spots.items() if line not in earlier}
             while left:
                 expected = len(left)
                 for result in _answers(left, setup, place, replicas, resources):
@@ -112,24 +120,30 @@ def run_on_ray(
         return complete(files, job, answer, console)
 
 
+class Spot(NamedTuple):
+    """Where a record's line begins, in bytes, and its `digest_of`."""
+
+    offset: int
+    digest: bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What is kept of an input. offsets: where each record that can run begins, in bytes, by its line. wrong: records
-    that cannot."""
+    """What is kept of an input. spots: of each record that can run, by its line. wrong: records that cannot."""
 
-    offsets: Mapping[int, int]
+    spots: Mapping[int, Spot]
     wrong: tuple[Record, ...]
 
     @classmethod
     def of(cls, job: FileJob) -> Outline:
         """Reads the input once."""
-        offsets, wrong = {}, []
+        spots, wrong = {}, []
         for record in job.records():
             if record.error is None:
-                offsets[record.line] = job.reading.offset
+                spots[record.line] = Spot(job.reading.offset, digest_of(job.reading.line))
             else:
                 wrong.append(record)
-        return cls(offsets, tuple(wrong))
+        return cls(spots, tuple(wrong))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +164,22 @@ class Place:
             share_device(DEVICE_SHARE * self.gpus)
 
 
-def _scout(setup: Setup, place: Place) -> tuple[Setup, dict[str, Any], str]:
+def _scout(setup: Setup, place: Place, described: Mapping[str, Any]) -> tuple[Setup, dict[str, Any], str]:
     """In a worker, because only there is the device: the setup with its number of pages, the job's description, and
-    what to say."""
+    what to say. described: the input, as the driver read it; ValueError if it is another one here."""
     place.enter()
     model = setup.load()
-    setup = setup.sized(model, read(lines(place.source), place.defaults))
+    setup = setup.sized(model, _same_records(place, described))
     (engine,) = setup.engines(model)
     return setup, describe_job(engine, None, place.defaults, setup.slots, setup), setup.describe(engine)
+
+
+def _same_records(place: Place, described: Mapping[str, Any]) -> Iterator[Record]:
+    """The records of the input. At its end: ValueError if it is not the one described, but for new lines behind it."""
+    reading = Reading(place.source, described[BYTES])
+    yield from reading.records(place.defaults)
+    if described[DIGEST] not in (reading.described()[DIGEST], reading.earlier_digest):
+        raise ValueError(f"{place.source} has changed since this job read it: run again when it is complete. Nothing was run")
 
 
 class Attempts:
@@ -183,14 +205,18 @@ class Replica:
 
     def __call__(self, batch: Mapping[str, Any]) -> Iterator[dict[str, list[str]]]:
         """Answer one block; each answer is sent when it is complete."""
-        (lines,), (offset,) = batch["lines"], batch["offset"]
-        for result in self._results(lines.tolist(), int(offset)):
+        (lines,), (digests,), (offset,) = batch["lines"], batch["digests"], batch["offset"]
+        try:
+            records = self._records(dict(zip(lines.tolist(), digests.tolist(), strict=True)), int(offset))
+        except (ValueError, OSError) as error:  # Ray would print more of it, and less of what it says
+            yield {"result": [json.dumps({UNREAD: str(error)})]}
+            return
+        for result in self._results(records):
             yield {"result": [json.dumps(vars(result))]}
 
-    def _results(self, lines: list[int], offset: int) -> Iterator[Result]:
-        records = self._records(set(lines), lines[0], offset)
-        if self._begun("block", lines[0]) <= DEATHS:
-            yield from self._answer(list(records))
+    def _results(self, records: list[Record]) -> Iterator[Result]:
+        if self._begun("block", records[0].line) <= DEATHS:
+            yield from self._answer(records)
             return
         for record in records:
             if self._begun("record", record.line) <= DEATHS:
@@ -198,9 +224,17 @@ class Replica:
             else:
                 yield refused(record, f"the worker process died {DEATHS} times while it ran this record by itself")
 
-    def _records(self, lines: set[int], first: int, offset: int) -> Iterator[Record]:
-        numbers = itertools.takewhile(lambda found: found[0] <= max(lines), numbered(self._place.source, first, offset))
-        return (parse(line, number, self._place.defaults) for number, _, line in numbers if number in lines)
+    def _records(self, digests: dict[int, str], offset: int) -> list[Record]:
+        """The records of a block. digests: of each of its lines, in order. ValueError if the input has others now."""
+        source, first, last, found = self._place.source, min(digests), max(digests), []
+        for number, _, line in itertools.takewhile(lambda each: each[0] <= last, numbered(source, first, offset)):
+            if number in digests:
+                if digests.pop(number) != digest_of(line).hex():
+                    raise ValueError(CHANGED.format(source, number))
+                found.append(parse(line, number, self._place.defaults))
+        if digests:  # the file has become shorter
+            raise ValueError(CHANGED.format(source, min(digests)))
+        return found
 
     def _begun(self, kind: str, line: int) -> int:
         import ray
@@ -212,8 +246,8 @@ class Replica:
         return answer_records(records, [self._engine], slots=setup.slots, steps_per_launch=setup.steps_per_launch, draft=setup.draft)
 
 
-def _answers(left: Mapping[int, int], setup: Setup, place: Place, replicas: int, resources: Mapping[str, float]) -> Iterator[Result]:
-    """Results of the lines in `left`, as they complete. left: where each line begins."""
+def _answers(left: Mapping[int, Spot], setup: Setup, place: Place, replicas: int, resources: Mapping[str, float]) -> Iterator[Result]:
+    """Results of the lines in `left`, as they complete. ValueError if a worker finds others in the input."""
     import ray
     import ray.data
 
@@ -227,13 +261,24 @@ def _answers(left: Mapping[int, int], setup: Setup, place: Place, replicas: int,
     # A dead worker is charged with one block at most: the one that it ran.
     pool = ray.data.ActorPoolStrategy(size=min(replicas, len(blocks)), max_tasks_in_flight_per_actor=1)
     answered = dataset.map_batches(Replica, fn_constructor_args=(setup, place, attempts), compute=pool, batch_size=1, **resources)
-    return (Result(**json.loads(row["result"])) for row in answered.iter_rows())
+    return (_result(row["result"]) for row in answered.iter_rows())
 
 
-def _blocks(left: Iterable[int] | Mapping[int, int], slots: int, replicas: int) -> list[dict[str, Any]]:
-    """Lines that run together, in the order of the input, and where the first of them begins."""
+def _result(text: str) -> Result:
+    """What a replica sent. ValueError if it could not read its lines."""
+    fields = json.loads(text)
+    if UNREAD in fields:
+        raise ValueError(fields[UNREAD])
+    return Result(**fields)
+
+
+def _blocks(left: Mapping[int, Spot], slots: int, replicas: int) -> list[dict[str, Any]]:
+    """Lines that run together, in the order of the input, their digests, and where the first of them begins."""
     size = max(slots, min(BLOCK_ROUNDS * slots, -(-len(left) // (BLOCKS_PER_REPLICA * replicas))))
-    return [{"offset": left[lines[0]], "lines": list(lines)} for lines in itertools.batched(left, size)]
+    return [
+        {"offset": left[lines[0]].offset, "lines": list(lines), "digests": [left[line].digest.hex() for line in lines]}
+        for lines in itertools.batched(left, size)
+    ]
 
 
 @contextlib.contextmanager

@@ -103,9 +103,9 @@ def read(
         if record.numbered:
             numbered.append(number)
         elif record.id is not None:
-            first, digest = seen.setdefault(_key(record.id), (number, _digest(line)))
+            first, digest = seen.setdefault(_key(record.id), (number, digest_of(line)))
             if first != number:
-                if digest != _digest(line):
+                if digest != digest_of(line):
                     differ.append((record.id, first, number))
                 elif repeated is not None:
                     repeated.append(number)
@@ -144,8 +144,8 @@ def by_line(number: int) -> str:
     return f"line {number}"
 
 
-def _digest(line: bytes | str | Mapping[str, Any]) -> bytes:
-    """Equal for equal lines, but for space around them."""
+def digest_of(line: bytes | str | Mapping[str, Any]) -> bytes:
+    """16 bytes that are equal for equal lines, but for space around them."""
     if isinstance(line, Mapping):
         try:
             line = json.dumps(line, sort_keys=True, default=str)

@@ -188,6 +188,8 @@ def pages_of_job(records: Iterable[Record], model: Model, slots: int, page_size:
                 request = request_of(record, model.tokenizer, positions)
                 sampling = request.sampling
                 tokens = len(request.prompt) + sampling.max_new_tokens - 1
+                if sampling.clip and len(request.prompt) <= positions:  # its answer is cut there
+                    tokens = min(tokens, positions)
         except ValueError:  # the record's own answer says so
             continue
         if 0 < tokens <= positions:

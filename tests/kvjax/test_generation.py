@@ -312,6 +312,13 @@ def test_one_bad_request_does_not_stop_the_others(engine):
         generate(engine, (1, 500))
 
 
+@pytest.mark.parametrize("wrong", [3, None, Request("x")])
+def test_what_is_no_list_of_requests_is_named_with_the_remedy(engine, wrong):
+    said = re.escape(f"run takes a list or another iterable of kvjax.Request, as in [kvjax.Request(prompt)], got {wrong!r}")
+    with pytest.raises(TypeError, match=said):
+        list(run(engine, wrong))
+
+
 def test_requests_wait_for_pages_rather_than_fail(speaker):
     engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
     prompts = ["a" * 200, "b" * 200, "c" * 200]

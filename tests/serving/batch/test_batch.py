@@ -24,10 +24,10 @@ from kvjax.models import CausalLM, init_params
 from kvjax.scheduler.request import Request
 from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch import job as batch
-from kvjax.serving.batch.files import lines as lines_of
+from kvjax.serving.batch.files import Reading
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse, read
-from kvjax.serving.batch.setup import pages_of_job
+from kvjax.serving.batch.setup import Setup, pages_of_job
 from kvjax.text.tokenization import chat_ids
 
 pytestmark = pytest.mark.bits
@@ -101,6 +101,12 @@ def test_answers_equal_those_of_each_record_alone(engine, expected):
 @pytest.mark.long
 def test_several_steps_per_launch_change_no_answer(engine):
     assert answers(engine, steps_per_launch=4) == answers(engine)
+
+
+@pytest.mark.parametrize("wrong", [3, None])
+def test_what_is_no_list_of_records_is_named_with_the_remedy(engine, wrong):
+    with pytest.raises(TypeError, match=rf'run_batch takes a list .* as in \[{{"id": "a", "prompt": "Once"}}\], got {wrong}$'):
+        run_batch(wrong, engine)
 
 
 def test_a_text_is_what_generate_says(engine):
@@ -439,13 +445,27 @@ def test_a_pool_is_as_large_as_the_longest_records_together(tmp_path, model):
     source = write(tmp_path / "in.jsonl", records)
 
     def pages(slots):
-        return pages_of_job(read(lines_of(source), DEFAULTS), model, slots, 16)
+        return pages_of_job(Reading(source).records(DEFAULTS), model, slots, 16)
 
     assert (pages(1), pages(8), pages(64)) == (2, 16, 100)
     write(source, [*records, {"id": "n", "prompt": [5] * 40, "max_new_tokens": 9, "n": 3}])
     assert pages(4) == 3 * 3 + 2 + 1
     write(source, [{"id": "bad"}])
     assert pages(8) == 1
+
+
+def test_a_pool_has_room_for_answers_that_are_clipped(tmp_path, model):
+    """By default the pool is as large as the records need. A clipped answer takes the rest of the model's positions."""
+    clipped = {"id": "clipped", "prompt": [5] * 500, "max_new_tokens": 2**31 - 1, "clip": True, "ignore_eos": True}
+    records = [{"id": "small", "prompt": "amber", "max_new_tokens": 2}, clipped]
+    setup = Setup("tiny", policy="window:8+24", slots=1, page_size=16, prefill_chunk=64)
+    setup = setup.sized(model, read(records, DEFAULTS))
+    assert setup.pages == 512 // 16
+    found = answers(setup.engines(model), records, slots=1)
+    assert {name: answer["error"] for name, answer in found.items()} == {"small": None, "clipped": None}
+    assert found["clipped"]["generated_tokens"] == 13, "the positions behind the prompt, and one token that needs none"
+    too_long = clipped | {"prompt": [5] * 513}
+    assert pages_of_job(read([records[0], too_long], DEFAULTS), model, 1, 16) == 1, "no clip makes room for a prompt"
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 
@@ -11,11 +12,15 @@ import pytest
 from pyarrow import parquet
 
 from kvjax.serving.batch import files
-from kvjax.serving.batch.files import COLUMNS, lines, numbered, write_outputs
+from kvjax.serving.batch.files import COLUMNS, Reading, numbered, write_outputs
 from kvjax.serving.batch.job import run_file
-from kvjax.serving.batch.records import read
+from kvjax.serving.batch.records import Defaults, read
 
 ROWS = [{"id": f"r{number}", "prompt": "amber", "max_new_tokens": number + 1} for number in range(10)]
+
+
+def lines(path):
+    return (line for _, _, line in numbered(path))
 
 
 def write_parquet(path, rows, **options):
@@ -113,6 +118,38 @@ def test_a_value_that_python_cannot_hold_damages_its_row_alone(engine, tmp_path)
     assert found["a"]["error"] is None
     assert "column 'prompt' cannot be read: 'utf-8' codec can't decode byte 0xff" in found["b"]["error"]
     assert "column 'user' cannot be read" in found["c"]["error"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_what_a_header_says_of_an_input_is_of_the_rows_that_were_read(tmp_path, suffix):
+    """Another file gets the name of the input while it is read, and one more before a job asks for its description."""
+    source, old = tmp_path / f"in.{suffix}", [row | {"prompt": "basil"} for row in ROWS]
+
+    def write(rows):
+        (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_parquet(tmp_path / "new.parquet", rows)
+        (tmp_path / f"new.{suffix}").rename(source)
+        return hashlib.sha256(source.read_bytes()).hexdigest()
+
+    digest = write(old)
+    reading = Reading(source)
+    records = reading.records(Defaults())
+    found = [next(records)]
+    write(ROWS)
+    found += records
+    assert {record.prompt for record in found} == {"basil"}
+    write(ROWS[:3])
+    assert reading.described()["input with SHA-256"] == digest
+
+
+def test_a_parquet_file_that_is_written_while_it_is_read_is_refused(tmp_path):
+    source = write_parquet(tmp_path / "in.parquet", ROWS)
+    records = Reading(source).records(Defaults())
+    next(records)
+    with open(source, "ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match=r"in\.parquet has changed while it was read: run again when it is complete"):
+        list(records)
 
 
 @pytest.mark.parametrize("name", ["prompt", "id"])

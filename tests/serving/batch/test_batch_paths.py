@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.models import loading
 from kvjax.serving.batch.file_jobs import FileJob, check_paths
-from kvjax.serving.batch.files import check_form, lines
+from kvjax.serving.batch.files import check_form, numbered
 from kvjax.serving.batch.job import run_batch, run_file, run_records
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.records import Defaults
@@ -184,7 +184,7 @@ def test_gzip_is_read_and_written(engine, tmp_path):
     for damaged in (data[:-12], data[:20] + bytes(8) + data[28:], data[:-6] + bytes(6)):
         (tmp_path / "in.jsonl.gz").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"in\.jsonl\.gz is damaged: gzip cannot read it to its end"):
-            list(lines(tmp_path / "in.jsonl.gz"))
+            list(numbered(tmp_path / "in.jsonl.gz"))
 
 
 def test_an_id_given_twice_is_one_answer_or_no_job(kvjax, model_folder, tmp_path, monkeypatch):

@@ -25,10 +25,10 @@ import ray
 
 from kvjax.serving.batch import ray as on_ray
 from kvjax.serving.batch.file_jobs import FileJob
-from kvjax.serving.batch.files import lines as lines_of
+from kvjax.serving.batch.files import Reading, numbered
 from kvjax.serving.batch.job import run_file
 from kvjax.serving.batch.partial import Partial
-from kvjax.serving.batch.records import Defaults, read
+from kvjax.serving.batch.records import Defaults
 from kvjax.serving.batch.results import Result
 from kvjax.serving.batch.setup import Setup
 
@@ -69,8 +69,20 @@ def without_times(text):
 def answers(path):
     """The output's lines, without the times in OpenAI answers."""
     if path.suffix == ".parquet":
-        return [without_times(row["answer"]) for row in lines_of(path)]
+        return [without_times(row["answer"]) for _, _, row in numbered(path)]
     return [without_times(line) for line in path.read_text().splitlines()]
+
+
+MADE = [{"id": f"r{number}", "prompt": "amber", "max_new_tokens": 2} for number in range(6)]
+
+
+def put(source, made):
+    """An input with these records, JSONL or Parquet."""
+    if source.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), source, row_group_size=2)
+    else:
+        source.write_text("".join(json.dumps(each) + "\n" for each in made))
+    return source
 
 
 @pytest.fixture
@@ -80,7 +92,8 @@ def setup(model_folder):
 
 def run_here(setup, source, out):
     model = setup.load()
-    return run_file(source, out, setup.sized(model, read(lines_of(source), DEFAULTS)).engines(model), slots=setup.slots, defaults=DEFAULTS)
+    sized = setup.sized(model, Reading(source).records(DEFAULTS))
+    return run_file(source, out, sized.engines(model), slots=setup.slots, defaults=DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +193,7 @@ def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, set
         summary = on_ray.run_on_ray(source, out, setup, defaults=DEFAULTS)
     assert kills == 1
     here = run_here(setup, source, tmp_path / "here.jsonl")
-    assert [row["id"] for row in lines_of(out)] == [*(record["id"] for record in made), "bad"]
+    assert [row["id"] for _, _, row in numbered(out)] == [*(record["id"] for record in made), "bad"]
     assert answers(out) == answers(tmp_path / "here.jsonl")
     assert summary.earlier == 5
     assert (summary.records, summary.errors, summary.generated_tokens) == (here.records, here.errors, here.generated_tokens)
@@ -196,6 +209,21 @@ def test_what_is_wrong_in_a_worker_is_said_as_it_is_here(cluster, setup, tmp_pat
         on_ray.run_on_ray(write(tmp_path / "in.jsonl", records(3)), tmp_path / "out.jsonl", wrong)
     assert str(there.value) == str(here.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_input_that_changes_is_refused_on_a_cluster_as_it_is_here(cluster, setup, tmp_path, monkeypatch, suffix):
+    source, answers_of = put(tmp_path / f"in.{suffix}", MADE), on_ray._answers
+
+    def changed(*given):
+        put(source, MADE[::-1])
+        return answers_of(*given)
+
+    monkeypatch.setattr(on_ray, "_answers", changed)
+    with pytest.raises(ValueError, match=rf"^{source}, line 1, has changed since the job read it"):
+        on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup, defaults=DEFAULTS)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 # Without a cluster
@@ -215,8 +243,74 @@ class Here(on_ray.Replica):
         return self.attempts.begin((kind, line))
 
     def answers(self, block):
-        outputs = self({"lines": [np.array(block["lines"])], "offset": [block["offset"]]})
-        return {result["line"]: result for result in (json.loads(row["result"][0]) for row in outputs)}
+        outputs = self({"offset": [block["offset"]], **{name: [np.array(block[name])] for name in ("lines", "digests")}})
+        return {result.line: result for result in (on_ray._result(row["result"][0]) for row in outputs)}
+
+
+def outline_of(source):
+    return on_ray.Outline.of(FileJob(source, source.with_name("out.jsonl"), DEFAULTS))
+
+
+OTHERS = {
+    "order": ([*MADE[:3], MADE[4], MADE[3], MADE[5]], 4),
+    "content": ([*MADE[:5], MADE[5] | {"prompt": "basil"}], 6),
+    "shorter": (MADE[:4], 5),
+    "earlier": ([{"id": "new", "prompt": "amber amber", "max_new_tokens": 2}, *MADE], 1),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("made", "line"), OTHERS.values(), ids=OTHERS)
+def test_an_input_that_changes_while_a_job_runs_is_refused_and_no_wrong_answer_is_kept(setup, tmp_path, monkeypatch, suffix, made, line):
+    """Each of two blocks reads the input by itself. Another input comes before the first block, or between the two."""
+    source, setup = put(tmp_path / f"in.{suffix}", MADE), dataclasses.replace(setup, slots=3)
+
+    def answers_of(left, sized, place, replicas, _):
+        replica = Here(sized, source, {})
+        for number, block in enumerate(on_ray._blocks(left, setup.slots, replicas)):
+            if number == changed:
+                put(source, made)
+            yield from replica.answers(block).values()
+
+    without_cluster(monkeypatch, answers_of)
+    for changed in (0, 1):
+        put(source, MADE)
+        out = tmp_path / f"out-{changed}.jsonl"
+        with pytest.raises(ValueError, match=rf"in\.{suffix}, line \d, has changed since the job read it: give the file as it was") as said:
+            on_ray.run_on_ray(source, out, setup, defaults=DEFAULTS)
+        assert f"line {line if changed == 0 or line > 3 else 4}," in str(said.value)
+        assert not out.exists()
+        kept = [json.loads(text) for text in (tmp_path / f"out-{changed}.jsonl.partial").read_text().splitlines()[1:]]
+        assert all(entry["output"]["id"] == f"r{entry['line'] - 1}" for entry in kept)
+        put(source, MADE)
+        changed = None
+        summary = on_ray.run_on_ray(source, out, setup, defaults=DEFAULTS)
+        assert (summary.records, summary.earlier, summary.errors) == (6, len(kept), 0)
+        assert [answer["id"] for answer in answers(out)] == [f"r{number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_input_that_changes_before_its_pool_is_sized_is_refused(setup, tmp_path, suffix):
+    place = on_ray.Place(put(tmp_path / f"in.{suffix}", MADE), DEFAULTS, tmp_path / "none", 0.0)
+    job = FileJob(place.source, tmp_path / "out.jsonl", DEFAULTS)
+    on_ray.Outline.of(job)
+    described = job.reading.described()
+    assert len(list(on_ray._same_records(place, described))) == 6
+    if suffix == "jsonl":
+        put(place.source, [*MADE, {"id": "behind", "prompt": "amber"}])
+        assert len(list(on_ray._same_records(place, described))) == 7, "lines behind those that the job read change none of them"
+    put(place.source, MADE[::-1])
+    with pytest.raises(ValueError, match=rf"in\.{suffix} has changed since this job read it: run again when it is complete"):
+        on_ray._scout(setup, place, described)
+
+
+def test_an_input_that_is_gone_is_named(setup, tmp_path):
+    source = put(tmp_path / "in.jsonl", MADE)
+    (block,) = on_ray._blocks(outline_of(source).spots, 6, 1)
+    replica = Here(dataclasses.replace(setup, pages=20), source, {})
+    source.unlink()
+    with pytest.raises(ValueError, match=r"No such file or directory: '.*in\.jsonl'"):
+        replica.answers(block)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -227,13 +321,13 @@ def test_a_replica_reads_its_own_lines_wherever_they_begin(setup, tmp_path, suff
         source.write_text("\n\n".join(map(json.dumps, made)))  # a blank line after each record
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), source, row_group_size=5)
-    outline = on_ray.Outline.of(FileJob(source, tmp_path / "out.jsonl", DEFAULTS))
-    assert list(outline.offsets) == (list(range(1, 24, 2)) if suffix == "jsonl" else list(range(1, 13)))
-    left = {line: offset for place, (line, offset) in enumerate(outline.offsets.items()) if place not in (4, 7)}
+    outline = outline_of(source)
+    assert list(outline.spots) == (list(range(1, 24, 2)) if suffix == "jsonl" else list(range(1, 13)))
+    left = {line: spot for place, (line, spot) in enumerate(outline.spots.items()) if place not in (4, 7)}
     replica = Here(dataclasses.replace(setup, pages=20), source, {})
     found = [replica.answers(block) for block in on_ray._blocks(left, 3, 1)]
     assert [len(block) for block in found] == [3, 3, 3, 1]
-    assert [result["output"]["id"] for block in found for _, result in sorted(block.items())] == [
+    assert [result.output["id"] for block in found for _, result in sorted(block.items())] == [
         f"r{number}" for number in range(12) if number not in (4, 7)
     ]
 
@@ -241,9 +335,10 @@ def test_a_replica_reads_its_own_lines_wherever_they_begin(setup, tmp_path, suff
 def test_a_record_that_kills_its_worker_is_an_error_of_its_own(setup, tmp_path):
     source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "amber", "max_new_tokens": 2} for n in range(1, 4)])
     replica = Here(dataclasses.replace(setup, pages=20), source, {("block", 1): on_ray.DEATHS, ("record", 2): on_ray.DEATHS})
-    found = replica.answers({"lines": [1, 2, 3], "offset": 0})
-    assert found[2]["output"]["error"] == "the worker process died 3 times while it ran this record by itself"
-    assert [found[line]["failed"] for line in (1, 2, 3)] == [False, True, False]
+    (block,) = on_ray._blocks(outline_of(source).spots, 3, 1)
+    found = replica.answers(block)
+    assert found[2].output["error"] == "the worker process died 3 times while it ran this record by itself"
+    assert [found[line].failed for line in (1, 2, 3)] == [False, True, False]
     assert replica.attempts.begin(("record", 1)) == 2, "the others ran by themselves, too"
 
 
@@ -295,8 +390,7 @@ def test_a_small_job_is_that_of_this_process(setup, tmp_path, monkeypatch):
         replica = Here(sized, source, {})
         blocks = on_ray._blocks(left, setup.slots, replicas)
         assert len(blocks) > 1
-        found = [result for block in reversed(blocks) for result in replica.answers(block).values()]
-        return (Result(**result) for result in found)
+        return (result for block in reversed(blocks) for result in replica.answers(block).values())
 
     without_cluster(monkeypatch, answers_of)
     summary = on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup, defaults=DEFAULTS)
@@ -309,9 +403,10 @@ def test_a_small_job_is_that_of_this_process(setup, tmp_path, monkeypatch):
     ("left", "slots", "replicas", "sizes"), [(7, 3, 2, [3, 3, 1]), (100, 2, 1, [13] * 7 + [9]), (300, 1, 1, [32] * 9 + [12])]
 )
 def test_blocks_are_no_smaller_than_the_slots_and_no_larger_than_32_rounds(left, slots, replicas, sizes):
-    blocks = on_ray._blocks({line: 10 * line for line in range(1, left + 1)}, slots, replicas)
+    blocks = on_ray._blocks({line: on_ray.Spot(10 * line, bytes([line % 256])) for line in range(1, left + 1)}, slots, replicas)
     assert [len(block["lines"]) for block in blocks] == sizes
     assert all(block["offset"] == 10 * block["lines"][0] for block in blocks)
+    assert all(block["digests"] == [f"{line % 256:02x}" for line in block["lines"]] for block in blocks)
 
 
 @pytest.mark.parametrize(

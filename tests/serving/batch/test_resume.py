@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from kvjax.models import loading
 from kvjax.serving.batch import file_jobs
+from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.job import run_file
 from kvjax.serving.batch.journal import dump
 from kvjax.serving.batch.partial import Partial
@@ -107,6 +110,29 @@ def test_other_lines_are_refused(engine, tmp_path, monkeypatch):
     source.unlink()
     source.write_bytes(gzip.compress(text.encode()))  # the same lines
     assert job(tmp_path, engine).records == 4
+
+
+def test_a_parquet_input_that_is_replaced_before_its_job_begins_does_not_go_on(engine, tmp_path, monkeypatch):
+    """It was read, and another file gets its name while the model loads. The answers are those of the rows that were
+    read, so a later run of the new rows may not go on with them."""
+    source, describe = tmp_path / "in.parquet", batch.describe_job
+
+    def put(records):
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "new.parquet")
+        (tmp_path / "new.parquet").rename(source)
+
+    def replaced(*given):
+        put([record | {"prompt": "coral"} for record in RECORDS])
+        return describe(*given)
+
+    put(RECORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "describe_job", replaced)
+        interrupt(monkeypatch, lambda: run_file(source, tmp_path / "out.jsonl", engine, slots=3, defaults=DEFAULTS))
+    with pytest.raises(ValueError, match=r"lines have changed since \(none may be new in this job\)"):
+        run_file(source, tmp_path / "out.jsonl", engine, slots=3, defaults=DEFAULTS)
+    put(RECORDS)
+    assert run_file(source, tmp_path / "out.jsonl", engine, slots=3, defaults=DEFAULTS).earlier == 2
 
 
 def test_another_max_batch_goes_on_only_when_told_and_the_summary_says_so(engine, tmp_path, monkeypatch):
