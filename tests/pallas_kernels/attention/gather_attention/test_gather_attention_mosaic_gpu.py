@@ -341,3 +341,27 @@ def test_spans_share_the_tiles_out(queries):
         spans = [tuple(map(int, tiles.span(shape, split, jnp.int32(length)))) for split in range(7)]
         number = -(-length // shape.tile)
         np.testing.assert_array_equal([first + i for first, count in spans for i in range(count)], np.arange(number))
+
+
+@pytest.mark.parametrize("num_queries", [1, 2, 8, 16])
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_a_tile_goes_without_a_mask_if_every_query_sees_all_of_it(num_queries, page_size):
+    """By a count of the keys that each query sees. Pages that are missing have no keys."""
+    q, pages = jnp.zeros((1, num_queries, 8, 128), jnp.bfloat16), Pages(*[jnp.zeros((9, 2, page_size, 128), jnp.bfloat16)] * 2)
+    s = mosaic_gpu._shape(Call(page_size, None, 1.0, False, mosaic_gpu.Config(multiprocessors=132)), q, pages, None)
+    whole = 0
+    for missing in (-1, 0, 1):
+
+        def page_of(_, start, missing=missing):
+            return jnp.where(start // page_size == missing, -1, start // page_size)
+
+        for length in (*range(num_queries, 20), *range(126, 148), *range(254, 275)):
+            for tile in range(3):
+                pieces = tiles.places(s, None, page_of, jnp.int32(length), jnp.int32(tile))
+                starts, written = [int(each[2]) for each in pieces], [int(each[3]) for each in pieces]
+                keys = [start + n for start, count in zip(starts, written, strict=True) for n in range(count)]
+                expected = len(keys) == s.tile and max(keys) <= length - num_queries
+                assert bool(tiles._sees_all(s, pieces, length)) == expected
+                whole += expected
+    assert whole > 20
+    assert not tiles._sees_all(dataclasses.replace(s, window=(4, 100)), [(0, 0, 0, s.piece)] * s.pieces, 10_000)
