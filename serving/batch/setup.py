@@ -69,8 +69,9 @@ class Setup:
         if self.draft_weights is not None and self.draft in (None, LOOKUP):
             said = "given without draft" if self.draft is None else f"given with draft {LOOKUP}, which computes nothing"
             raise ValueError(f"draft_weights {self.draft_weights} was {said}: name a policy that drafts, as draft top:32, or dense")
-        if self.draft is not None and self.tensor * self.context > 1:
-            raise ValueError(f"draft {self.draft} is for one device, got tensor {self.tensor}, context {self.context}: leave draft out")
+        if self.draft is not None and self.tensor * self.context * self.data > 1:
+            sizes = f"tensor {self.tensor}, context {self.context}, data {self.data}"
+            raise ValueError(f"draft {self.draft} is for one device, got {sizes}: leave draft out")
 
     @property
     def more_policies(self) -> tuple[str, ...]:
