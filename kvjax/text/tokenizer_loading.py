@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, named, read_json
+from kvjax.text.checkpoint_files import AGAIN, check_pointer, check_utf8, first_line, is_file, named, read_json
 from kvjax.text.plain_texts import PASSED_ON
 from kvjax.text.token_bounds import check_growth, check_ids
 from kvjax.text.transformers_import import import_transformers
@@ -32,8 +32,9 @@ def read_tokenizer(folder: Path) -> Any:
     Where there is a tokenizer.json it is used as it is: `AutoTokenizer` would rebuild it as the model family's own
     tokenizer, which may split text into other tokens. If tokenizer_config.json names code of the checkpoint
     (`auto_map`), the code is not run: with a tokenizer.json a warning says so, without one this raises ValueError.
-    ValueError also for files that are missing or damaged.
+    ValueError also for files that are missing or damaged, and for a folder whose path is not UTF-8.
     """
+    check_utf8(folder)
     found = [name for name in VOCABULARIES if is_file(folder / name)]
     settings = {name: read_json(folder / name) for name in SETTINGS if is_file(folder / name)}
     _check_paths(folder, settings)

@@ -360,6 +360,21 @@ def test_some_ids_may_be_missing(plain, tmp_path):
         assert read_tokenizer(with_an_id(plain, tmp_path / kind, kind, 5000).parent).get_vocab()["ab"] == 5000
 
 
+def test_a_folder_whose_name_is_not_utf8_is_said(plain, tmp_path):
+    folder = shutil.copytree(plain, tmp_path / os.fsdecode(b"m\xff"))
+    for read in (read_tokenizer, load, lambda name: load_tokenizer(str(name))):
+        with pytest.raises(ValueError, match=r"^the name of the folder '.*m\\udcff' is not UTF-8, .*; give it another name") as caught:
+            read(folder)
+        assert str(caught.value).encode()
+    alone = load(folder, tokenizer=False)
+    assert alone.tokenizer is None
+    saved = tmp_path / os.fsdecode(b"s\xff")
+    with pytest.raises(ValueError, match=r"s\\udcff' is not UTF-8"):
+        save(load(plain), saved)
+    assert not saved.exists()
+    save(alone, saved)
+
+
 @pytest.mark.parametrize("longest", [100, 1000, 8000, 2**60])
 def test_words_that_take_minutes_are_not_looked_into(longest, plain, tmp_path):
     """A word of 8,000 letters would take 40 seconds."""
