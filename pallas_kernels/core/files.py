@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,27 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
     return cleaned | {"error": f"not finite, so written as null: {named}"}
 
 
+class LongNumber(ValueError):
+    """A JSON text holds a whole number of more digits than Python reads."""
+
+
+def parse_json(text: str | bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text. pairs_hook: as `object_pairs_hook` of `json.loads`. LongNumber, or another ValueError
+    for what is no JSON, or RecursionError for what is nested too deeply."""
+    try:
+        return json.loads(text, object_pairs_hook=pairs_hook)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # Python's message tells the author of a text how the program that reads it should be changed
+        raise LongNumber(f"a number has more than {sys.get_int_max_str_digits():,} digits") from None
+
+
 def read_object(file: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file. ValueError, with the file's name and the remedy, if it is damaged or holds anything
     else."""
     deep = ValueError(f"{file} holds lists or objects more than {MAX_DEPTH} deep inside one another; {remedy}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except RecursionError:
         raise deep from None
     except ValueError as error:
