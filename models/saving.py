@@ -24,6 +24,7 @@ from kvjax.models.fused import outline, stored_parts, whole
 from kvjax.models.interleaving import blocks_in_order, rearranged, unmoved
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
 from kvjax.models.save_targets import check_target, hidden_beside
+from kvjax.text.checkpoint_files import check_utf8
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
@@ -46,6 +47,8 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
     """
     most = whole_number("max_shard_bytes", max_shard_bytes, 1, 2**63)
     target = check_target(folder, overwrite)
+    if model.tokenizer is not None:
+        check_utf8(target)
     config_json.check_described(model.config)
     fields = config_json.to_fields(model.config) | _packing_fields(model)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from kvjax.engine.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_
 from kvjax.text.messages import chat_ids, checked_messages, rendered
 from kvjax.text.token_bounds import check_text
 from kvjax.text.tokenization import encode
+from pallas_kernels.core.files import LongNumber, parse_json
 
 SHOWN = 80
 """Characters of a value, or of a name, that an error message shows."""
@@ -191,7 +192,8 @@ def prompt_ids(
 
 def from_json(content: bytes | str) -> tuple[Any, list[tuple[dict[str, Any], str]]]:
     """The value of a JSON text, and (object, name) of each field that one of its objects gives twice: the object has
-    the last value, where nobody knows which was meant. ValueError or RecursionError for other texts."""
+    the last value, where nobody knows which was meant. WrongField for numbers that are too long and for lists and
+    objects that are nested too deeply, another ValueError for what is no JSON."""
     twice: list[tuple[dict[str, Any], str]] = []
 
     def counted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,7 +202,12 @@ def from_json(content: bytes | str) -> tuple[Any, list[tuple[dict[str, Any], str
             twice.extend((fields, name) for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         return fields
 
-    return json.loads(content, object_pairs_hook=counted), twice
+    try:
+        return parse_json(content, counted), twice
+    except LongNumber as error:
+        raise WrongField(f"{error}; no field takes such a number") from None
+    except RecursionError:
+        raise WrongField("lists and objects are nested too deeply") from None
 
 
 def check_once(twice: Sequence[tuple[dict[str, Any], str]]) -> None:

@@ -29,6 +29,7 @@ from kvjax.policies.decode import parse_recorded, register
 from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
 from kvjax.serving.batch.records import parse as parse_record
 from kvjax.text.tokenization import chat_ids
+from pallas_kernels.core.files import sealed
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +60,7 @@ def small_engine():
 def evidence(name):
     row = dataclasses.asdict(recorded_evidence()[0]) | {"policy": name}
     with tempfile.TemporaryDirectory() as folder:
-        (file := Path(folder) / "table.json").write_text(json.dumps({"rows": [row]}))
+        (file := Path(folder) / "table.json").write_text(sealed({"rows": [row]}))
         read_evidence(file, Evidence)
 
 

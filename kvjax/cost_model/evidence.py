@@ -1,8 +1,9 @@
 """Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
 The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax
-evaluate`: {"rows": [...]}, each an `Evidence`. `kvjax evaluate --record` adds a user's own (`known_evidence`). (The
-committed rows were measured with an earlier kind of fingerprint. Only the fingerprints were computed again.)
+evaluate`: {"rows": [...], "crc": ...}, each row an `Evidence`. The checksum is of all that stands before it. `kvjax
+evaluate --record` adds a user's own (`known_evidence`). (The committed rows were measured with an earlier kind of
+fingerprint. Only the fingerprints were computed again.)
 
 Evidence about prefill policies is `prefill_evidence.json`, in the same format, from the JSON of `kvjax recall` and of
 `kvjax needle --prefill`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its
@@ -15,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
-import json
 import math
 import os
 import re
@@ -30,13 +30,16 @@ from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
 from kvjax.policies.prefill.naming import built_in_name
-from pallas_kernels.core.files import own_folder, read_list, replacing
+from pallas_kernels.core.files import check_sealed, own_folder, read_list, read_object, replacing, sealed
 
 MIN_WINDOWS, MIN_STEPS = 5, 256
 """A run with fewer windows or steps is not evidence."""
 
 EVIDENCE_FOLDER = ".cache/kvjax/evidence"
 """In the user's home: what was measured on this machine, a file for each model."""
+
+REMEDY = "give a table that kvjax cost evidence wrote, or a new name"
+"""For a table that cannot be read."""
 
 VALID_SHARE = 0.9
 """A needle result counts only if at least this share of the needles is found after dense prefill. So with facts of
@@ -169,10 +172,11 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
     return all(row.meets(level) for row in tasks) and any(row.kl is not None for row in tasks)
 
 
-def read_evidence(file: Path, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
-    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, and a missing, unknown
-    or wrong field."""
-    remedy = "give a table that kvjax cost evidence wrote, or a new name"
+def read_evidence(file: Path, kind: type[Evidence] = Evidence, remedy: str = REMEDY) -> tuple[Evidence, ...]:
+    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, what is wrong, and the
+    remedy: for what is no JSON, a missing or wrong checksum, and a missing, unknown or wrong field."""
+    read_object(file, remedy)
+    check_sealed(file, remedy)
     return read_list(file, "rows", lambda row: from_json(kind, row, "a row of evidence"), remedy)
 
 
@@ -186,7 +190,7 @@ def known_evidence(mark: str) -> tuple[Evidence, ...]:
     """What is known of a model: rows of the table inside the package, and those that `kvjax evaluate --record` wrote on
     this machine. Where both have a policy at a length, the latter count. mark: the model's fingerprint. ValueError for
     a damaged file, and for a folder that others may write. Nothing is made, so a home may be missing or read-only."""
-    own = tuple(row for row in read_evidence(_own_file(mark)) if row.fingerprint == mark) if _has_own_file(mark) else ()
+    own = tuple(row for row in _own_rows(mark) if row.fingerprint == mark)
     measured = {(row.policy, row.length) for row in own}
     return own + tuple(row for row in recorded_evidence() if row.fingerprint == mark and (row.policy, row.length) not in measured)
 
@@ -197,7 +201,7 @@ def record_evaluation(run: Mapping[str, Any], source: str) -> Path:
     mark = run["settings"]["fingerprint"]
     file = _own_file(mark)
     with filelock.FileLock(file.with_suffix(".lock")):
-        write_evidence(with_evaluation(read_evidence(file) if _has_own_file(mark) else (), run, source), file)
+        write_evidence(with_evaluation(_own_rows(mark), run, source), file)
     return file
 
 
@@ -218,6 +222,12 @@ def _has_own_file(mark: str) -> bool:
     if not file.is_file():
         raise ValueError(f"{file} is no file of evidence, but a folder, a pipe or a link that leads nowhere: delete it")
     return True
+
+
+def _own_rows(mark: str) -> tuple[Evidence, ...]:
+    """The rows in the file of a model, none where there is no file."""
+    remedy = "delete it, and measure again with kvjax evaluate --record"
+    return read_evidence(_own_file(mark), remedy=remedy) if _has_own_file(mark) else ()
 
 
 def _own_file(mark: str) -> Path:
@@ -366,4 +376,4 @@ def _texts(settings: Mapping[str, Any]) -> str:
 def write_evidence(rows: Iterable[Evidence], file: Path) -> None:
     """Write a table for `read_evidence`. It goes to a new file, which replaces the old one when it is complete."""
     with replacing(file) as partial:
-        partial.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(sealed({"rows": [dataclasses.asdict(row) for row in rows]}), encoding="utf-8")

@@ -39,6 +39,15 @@ def named(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read ({error.strerror or first_line(error)}); make it readable, or {AGAIN}") from error
 
 
+def check_utf8(folder: Path) -> None:
+    """ValueError for the path of a tokenizer's folder that is not UTF-8."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        said = f"the name of the folder {str(folder)!a} is not UTF-8, and the library for tokenizers takes no other"
+        raise ValueError(f"{said}; give it another name") from None
+
+
 def check_pointer(path: Path) -> None:
     """ValueError if a file is a Git LFS pointer: what `git clone` leaves where Git LFS is not installed."""
     with named(path), open(path, "rb") as file:

@@ -1,5 +1,5 @@
 """How many tokens a text has at least, without tokenizing it: a tokenizer takes minutes for a text of 30 MB. And how
-much longer a tokenizer makes a text."""
+much longer a tokenizer makes a text, and how large its ids are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from kvjax.text.checkpoint_files import AGAIN
+from pallas_kernels.core.messages import shown
 
 LONG = 2**20
 """Characters from which tokenizing a text takes a second or more."""
@@ -17,6 +21,10 @@ MAX_GROWTH = 64
 MAX_WORD = 1000
 """The longest word in characters that a tokenizer of WordPiece may look into: its time grows with their third power.
 The usual ones stop at 100."""
+MAX_HOLES = 2**20
+"""How far the ids of a vocabulary may go beyond the number of its tokens. Each id without a token takes some bytes when
+the vocabulary is written as JSON, as transformers does for every tokenizer. The usual vocabularies have less than a
+thousand."""
 _SHRINKS = {"NFC": 4, "ByteLevel": 1, "Prepend": 1}
 """Normalizers, and how many times longer a text may be than what they make of it. Hangul syllables are a third of their
 letters."""
@@ -100,6 +108,17 @@ def check_growth(tokenizer: Any) -> None:
             raise ValueError(
                 f"its normalizer and post_processor together may make a text {total:.3g} times longer, and {MAX_GROWTH} times is the most"
             )
+
+
+def check_ids(vocab: Mapping[str, Any], file: Path) -> None:
+    """ValueError if a vocabulary (token: id), which comes from this file, has ids far beyond the number of its tokens.
+    What is no whole number is left to the tokenizer."""
+    token, last = max(((token, each) for token, each in vocab.items() if isinstance(each, int)), key=lambda pair: pair[1], default=("", 0))
+    if last >= len(vocab) + MAX_HOLES:
+        raise ValueError(
+            f"{file} gives token {shown(token)} the id {shown(last)}, and has {len(vocab):,} tokens: its ids may go up to "
+            f"{len(vocab) + MAX_HOLES - 1:,}, because missing ones take memory, too; {AGAIN}"
+        )
 
 
 def _growth(part: Mapping[str, Any]) -> float:

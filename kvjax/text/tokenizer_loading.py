@@ -4,13 +4,13 @@ is asked about it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
+from kvjax.text.checkpoint_files import AGAIN, check_pointer, check_utf8, first_line, is_file, named, read_json
 from kvjax.text.plain_texts import PASSED_ON
-from kvjax.text.token_bounds import check_growth
+from kvjax.text.token_bounds import check_growth, check_ids
 from kvjax.text.transformers_import import import_transformers
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,9 @@ def read_tokenizer(folder: Path) -> Any:
     Where there is a tokenizer.json it is used as it is: `AutoTokenizer` would rebuild it as the model family's own
     tokenizer, which may split text into other tokens. If tokenizer_config.json names code of the checkpoint
     (`auto_map`), the code is not run: with a tokenizer.json a warning says so, without one this raises ValueError.
-    ValueError also for files that are missing or damaged.
+    ValueError also for files that are missing or damaged, and for a folder whose path is not UTF-8.
     """
+    check_utf8(folder)
     found = [name for name in VOCABULARIES if is_file(folder / name)]
     settings = {name: read_json(folder / name) for name in SETTINGS if is_file(folder / name)}
     _check_paths(folder, settings)
@@ -49,6 +50,7 @@ def read_tokenizer(folder: Path) -> Any:
         )
     if code:
         logger.warning("%s: code of the checkpoint (auto_map) is never run; tokenizer.json is used", folder / "tokenizer_config.json")
+    _check_ids(folder, found)
     transformers = import_transformers()
     kind = transformers.PreTrainedTokenizerFast if "tokenizer.json" in found else transformers.AutoTokenizer
     try:
@@ -63,6 +65,35 @@ def read_tokenizer(folder: Path) -> Any:
         for file in filter(Path.is_file, folder.glob("tokenizer*")):
             check_pointer(file)
         raise ValueError(f"transformers cannot read the tokenizer in {folder} ({first_line(error)}); {AGAIN}") from error
+
+
+def _check_ids(folder: Path, found: Sequence[str]) -> None:
+    """ValueError if a vocabulary has ids that would take all memory while transformers reads it. It reads
+    tokenizer.json alone where there is one."""
+    if "tokenizer.json" in found:
+        model = read_json(folder / "tokenizer.json").get("model")
+        vocab = model.get("vocab") if isinstance(model, Mapping) else None
+        if isinstance(vocab, Mapping):  # Unigram has a list, whose places are the ids
+            check_ids(vocab, folder / "tokenizer.json")
+        return
+    if "vocab.json" in found:
+        check_ids(read_json(folder / "vocab.json"), folder / "vocab.json")
+    if "tokenizer.model" in found:
+        check_ids(_ranks(folder / "tokenizer.model"), folder / "tokenizer.model")
+
+
+def _ranks(path: Path) -> dict[str, int]:
+    """The ids of a tokenizer.model in tiktoken's form: lines of a token in base64 and its id. Empty for another form:
+    SentencePiece's has no ids but places."""
+    ranks = {}
+    with named(path), open(path, "rb") as file:
+        for line in filter(bytes.strip, file):
+            try:
+                token, rank = line.split()
+                ranks[token.decode()] = int(rank)
+            except ValueError:
+                return {}
+    return ranks
 
 
 def _without_dropout(tokenizer: Any, folder: Path) -> None:

@@ -9,6 +9,8 @@ import math
 import os
 import secrets
 import stat
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from pallas_kernels.core.messages import shown
 
 MAX_DEPTH = 50
 """How deep lists and objects of a JSON file may lie inside one another: what reads them recurses."""
+
+CHECKSUM = ',\n "crc": "'
 
 
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
@@ -41,12 +45,27 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
     return cleaned | {"error": f"not finite, so written as null: {named}"}
 
 
+class LongNumber(ValueError):
+    """A JSON text holds a whole number of more digits than Python reads."""
+
+
+def parse_json(text: str | bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text. pairs_hook: as `object_pairs_hook` of `json.loads`. LongNumber, or another ValueError
+    for what is no JSON, or RecursionError for what is nested too deeply."""
+    try:
+        return json.loads(text, object_pairs_hook=pairs_hook)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # Python's message tells the author of a text how the program that reads it should be changed
+        raise LongNumber(f"a number has more than {sys.get_int_max_str_digits():,} digits") from None
+
+
 def read_object(file: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file. ValueError, with the file's name and the remedy, if it is damaged or holds anything
     else."""
     deep = ValueError(f"{file} holds lists or objects more than {MAX_DEPTH} deep inside one another; {remedy}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except RecursionError:
         raise deep from None
     except ValueError as error:
@@ -71,6 +90,26 @@ def read_list[T](file: Path, field: str, make: Callable[[Any], T], remedy: str) 
             said = str(error).encode(errors="backslashreplace").decode()  # what was read may hold half of a surrogate pair
             raise ValueError(f"{file}: {field}[{number}]: {said}; {remedy}") from None
     return tuple(made)
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """An object that has fields as JSON text, for `check_sealed`: its last field is a CRC-32 of all that stands before.
+    It finds damage, and no forger."""
+    return _sealed(json.dumps(content, indent=1)[:-2])
+
+
+def _sealed(fields: str) -> str:
+    return f'{fields}{CHECKSUM}{zlib.crc32(fields.encode()):08x}"\n}}\n'
+
+
+def check_sealed(file: Path, remedy: str) -> None:
+    """ValueError, with the file's name and the remedy, unless it holds what `sealed` made, unchanged."""
+    content = file.read_bytes()  # reading text would take other ends of lines for the same
+    fields, found, _ = content.rpartition(CHECKSUM.encode())
+    if not found:
+        raise ValueError(f"{file} has no checksum, so it is damaged or of an earlier version of kvjax; {remedy}")
+    if content != _sealed(fields.decode(errors="replace")).encode():
+        raise ValueError(f"{file} is damaged or was edited: its checksum is of other content; {remedy}")
 
 
 def _is_deep(content: Any) -> bool:

@@ -460,12 +460,11 @@ def _json(content: bytes) -> Any:
     """The JSON of a body."""
     try:
         value, twice = from_json(bytes(content))
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"the body is no JSON: {error}") from None
-    try:
         check_once(twice)
     except WrongField as error:
         raise InvalidArgument(str(error), field=error.field) from None
+    except ValueError as error:
+        raise InvalidArgument(f"the body is no JSON: {error}") from None
     return value
 
 

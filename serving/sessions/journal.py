@@ -22,6 +22,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import stat
 import struct
 import sys
@@ -33,7 +34,9 @@ from kvjax.client.errors import ResourceExhausted
 
 logger = logging.getLogger(__name__)
 
-SUFFIX, TORN = ".session", ".torn"
+SUFFIX, TORN, PARTIAL = ".session", ".torn", ".partial"
+ID = re.compile("[0-9a-f]{32}")
+"""The ids that the server makes. A folder may hold other programs' files, such as the `.partial` of a batch job."""
 VERSION, FORMER = 5, 3
 NUMBERS = struct.Struct("<II")
 """Of a record: the number of its tokens, and their checksum."""
@@ -81,9 +84,10 @@ class Journal:
         """The sessions that are there. A record that a kill left half-written is moved to a file of its own; a file
         that was cut is logged. ValueError, which names the file, for one that is no session or is damaged, and for one
         of another model or version."""
-        for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
+        for path in self._folder.glob(f"*{PARTIAL}"):  # of a session whose caller was not told of it
             try:
-                path.unlink()
+                if ID.fullmatch(path.stem) and stat.S_ISREG(path.lstat().st_mode):
+                    path.unlink()
             except OSError as error:
                 raise ValueError(f"{path} cannot be deleted: {error.strerror}; delete it, or give another folder") from None
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
@@ -105,7 +109,7 @@ class Journal:
         """Write a new session. ResourceExhausted if the disk is full."""
         line = _line({"version": VERSION, "id": session_id, "model": self._model, "policy": policy})
         record, checksum = _record(history, zlib.crc32(line))
-        partial = self._path(session_id).with_suffix(".partial")
+        partial = self._path(session_id).with_suffix(PARTIAL)
         with _disk_errors():
             content = line + record
             try:

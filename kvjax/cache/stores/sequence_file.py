@@ -17,6 +17,7 @@ from kvjax.cache.page_manager import Reach, stored_pages
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.stores.blocks import Stored, arrays_of_rows, block_bytes
 from kvjax.checks import file_path
+from pallas_kernels.core.files import replacing
 
 FORMAT, FORMER = "kvjax sequence 3", ("kvjax sequence 1", "kvjax sequence 2")
 UNSIGNED = "0" * 64
@@ -34,7 +35,7 @@ def write_sequence(
     interrupt_point: Callable[[], None] = lambda: None,
 ) -> None:
     """Write what `kvjax.cache.stores.blocks` stores of each layer group (blocks in logical order, without pages before
-    a window; a row of state). It writes beside `path`, then renames. If anything fails, no file is left.
+    a window; a row of state). It writes to a new file beside `path`, then renames it. If anything fails, none is left.
 
     header: what must match on loading (model, page size, dtype). Indexes are not stored, because they are a function of
     the keys. interrupt_point: called now and then, and may raise. ValueError if the folder is missing or `path` is a
@@ -48,19 +49,16 @@ def write_sequence(
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device or a pipe, which a saved file would replace; name a file to write")
     tensors = {"tokens": np.asarray(tokens, np.int32)} | {f"pages.{name}": blocks for name, blocks in stored.items()}
-    partial = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header), "sha256": UNSIGNED})
-        with open(partial, "r+b") as file:
-            place = _place_in_header(file, UNSIGNED)
-            digest = _digest(file, place, interrupt_point)
-            file.seek(place)
-            file.write(digest.encode())
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header), "sha256": UNSIGNED})
+            with open(partial, "r+b") as file:
+                place = _place_in_header(file, UNSIGNED)
+                digest = _digest(file, place, interrupt_point)
+                file.seek(place)
+                file.write(digest.encode())
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_sequence(

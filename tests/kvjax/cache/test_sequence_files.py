@@ -186,3 +186,16 @@ def test_save_leaves_no_partial_file(engine, text, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "kept"]
     assert (tmp_path / "kept").read_bytes() == before
     engine.free(sequence)
+
+
+def test_save_touches_no_other_file(engine, text, tmp_path):
+    """A file of this name may be of another program, and a link may lead to one."""
+    (sequence,) = engine.prefill([text[:LENGTH]])
+    (tmp_path / "kept.partial").write_text("notes")
+    (tmp_path / "link.partial").symlink_to(tmp_path / "kept.partial")
+    for name in ("kept", "link"):
+        engine.save(sequence, tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "kept.partial", "link", "link.partial"]
+    assert (tmp_path / "link.partial").is_symlink()
+    assert (tmp_path / "kept.partial").read_text() == "notes"
+    engine.free(sequence)

@@ -3,7 +3,6 @@ bit."""
 
 import dataclasses
 import itertools
-import json
 import logging
 import pickle
 
@@ -24,6 +23,7 @@ from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import decode_step
 from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy, Dense, parse
+from pallas_kernels.core.files import sealed
 
 pytestmark = pytest.mark.bits
 
@@ -167,7 +167,7 @@ def test_too_little_forced_text_is_no_evidence(settings):
 
 def test_evidence_of_an_earlier_versions_fingerprint_is_refused(tmp_path):
     old, table = "0123456789abcdef", tmp_path / "table.json"
-    table.write_text(json.dumps({"rows": [dataclasses.asdict(row()) | {"fingerprint": old}]}))
+    table.write_text(sealed({"rows": [dataclasses.asdict(row()) | {"fingerprint": old}]}))
     with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
         with_evaluation((), run(fingerprint=old), "evaluation.json")
     with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):

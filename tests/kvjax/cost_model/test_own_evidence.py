@@ -1,5 +1,6 @@
 """What `kvjax evaluate --record` keeps on a machine, and what `auto` then knows."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.cost_model import recorded_evidence
-from kvjax.cost_model.evidence import EVIDENCE_FOLDER, known_evidence, record_evaluation
+from kvjax.cost_model.evidence import EVIDENCE_FOLDER, known_evidence, record_evaluation, write_evidence
 
 RUN = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "fidelity-cascade.json"
 OTHER = "sha256-" + 32 * "0"
@@ -79,6 +80,36 @@ def test_what_is_no_file_is_not_passed_over(home, run, kind):
         known_evidence(OTHER)
     with pytest.raises(ValueError, match=f"{OTHER}.json is no file of evidence"):
         record_evaluation(run | {"settings": run["settings"] | {"fingerprint": OTHER}}, "here.json")
+
+
+@pytest.fixture
+def kept(home, run):
+    """A file of few rows."""
+    file = record_evaluation(of_another_model(run), "here.json")
+    write_evidence(known_evidence(OTHER)[:2], file)
+    return file
+
+
+def test_a_flipped_bit_of_recorded_evidence_is_refused(kept, run):
+    """A file whose rows make sense may say of one policy what was measured of another."""
+    whole = kept.read_bytes()
+    assert known_evidence(OTHER)
+    for place, bit in itertools.product(range(len(whole)), range(8)):
+        kept.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=rf"^{kept} .*; delete it, and measure again with kvjax evaluate --record$"):
+            known_evidence(OTHER)
+    kept.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="its checksum is of other content"):
+        record_evaluation(of_another_model(run), "here.json")
+
+
+def test_evidence_without_a_checksum_is_refused(kept):
+    """An earlier version of kvjax wrote none."""
+    content = json.loads(kept.read_text())
+    del content["crc"]
+    kept.write_text(json.dumps(content, indent=1) + "\n")
+    with pytest.raises(ValueError, match=rf"^{kept} has no checksum, .* earlier version of kvjax; delete it, and measure again"):
+        known_evidence(OTHER)
 
 
 def test_a_damaged_file_is_named(home):

@@ -122,7 +122,7 @@ class World:
             wrong.append(f"{name}: page counts")
         if name in ("generate", "warmup", "score") and engine.sequences != {self.control, a, b}:
             wrong.append(f"{name}: sequences left over")
-        if any(path.name.endswith(".partial") for path in self.folder.iterdir()):
+        if any(path.name.startswith(".kvjax-") for path in self.folder.iterdir()):
             wrong.append(f"{name}: a partial file")
         try:
             usable = float(jnp.ones(3).sum()) == 3 and jax.eval_shape(lambda x: jnp.sin(x)[None], jnp.ones(3)).shape == (1, 3)

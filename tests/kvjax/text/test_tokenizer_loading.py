@@ -17,7 +17,7 @@ import kvjax
 from kvjax.client import load_tokenizer
 from kvjax.models import FAMILIES, load, needle, save
 from kvjax.text.plain_texts import tokenized
-from kvjax.text.token_bounds import LONG
+from kvjax.text.token_bounds import LONG, MAX_HOLES
 from kvjax.text.tokenization import encode
 from kvjax.text.tokenizer_loading import read_tokenizer
 
@@ -318,6 +318,61 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(plain, tmp_path, name)
     (folder / name).symlink_to("/proc/self/mem")
     with pytest.raises(ValueError, match=f"{name}.*"):
         load(folder)
+
+
+def with_an_id(plain, folder, kind, number):
+    """A copy of a model, in whose tokenizer of a kind the token "ab" has this id; and the file that says so."""
+    shutil.copytree(plain, folder)
+    vocab, path = VOCAB | {"ab": number}, folder / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    own = {
+        "WordLevel": {"unk_token": "<unk>"},
+        "BPE": {"merges": []},
+        "WordPiece": {"unk_token": "<unk>", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+    }
+    if kind in own:
+        path.write_text(json.dumps(whole | {"model": {"type": kind, "vocab": vocab} | own[kind]}))
+        return path
+    path.unlink()
+    (folder / "tokenizer_config.json").write_text("{}")
+    if kind == "vocab.json":
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+        (folder / kind).write_text(json.dumps(vocab))
+    else:
+        ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": number}
+        (folder / kind).write_text("\n".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+    return folder / kind
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "BPE", "WordPiece", "vocab.json", "tokenizer.model"])
+def test_ids_far_beyond_the_number_of_tokens_are_refused(kind, plain, tmp_path, monkeypatch):
+    """The last id of 32 bits takes 16 GiB, because transformers writes the vocabulary with all ids that are missing."""
+    monkeypatch.setattr("kvjax.text.tokenizer_loading.import_transformers", lambda: pytest.fail("transformers must not see it"))
+    for number in (2**32 - 2, 2 * MAX_HOLES):
+        file = with_an_id(plain, tmp_path / str(number), kind, number)
+        token = "YWI=" if kind == "tokenizer.model" else "ab"
+        with pytest.raises(ValueError, match=rf"{file} gives token '{token}' the id {number}, and has \d+ tokens: its ids may go up to"):
+            read_tokenizer(file.parent)
+
+
+def test_some_ids_may_be_missing(plain, tmp_path):
+    for kind in ("WordLevel", "vocab.json"):
+        assert read_tokenizer(with_an_id(plain, tmp_path / kind, kind, 5000).parent).get_vocab()["ab"] == 5000
+
+
+def test_a_folder_whose_name_is_not_utf8_is_said(plain, tmp_path):
+    folder = shutil.copytree(plain, tmp_path / os.fsdecode(b"m\xff"))
+    for read in (read_tokenizer, load, lambda name: load_tokenizer(str(name))):
+        with pytest.raises(ValueError, match=r"^the name of the folder '.*m\\udcff' is not UTF-8, .*; give it another name") as caught:
+            read(folder)
+        assert str(caught.value).encode()
+    alone = load(folder, tokenizer=False)
+    assert alone.tokenizer is None
+    saved = tmp_path / os.fsdecode(b"s\xff")
+    with pytest.raises(ValueError, match=r"s\\udcff' is not UTF-8"):
+        save(load(plain), saved)
+    assert not saved.exists()
+    save(alone, saved)
 
 
 @pytest.mark.parametrize("longest", [100, 1000, 8000, 2**60])

@@ -96,7 +96,7 @@ def test_results_and_files_with_wrong_fields_are_refused_by_name(kvjax, planted_
     [
         ("predict --fit deep.json", "deep.json holds lists or objects more than 50 deep"),
         ("evidence deep.json --into table.json", "deep.json holds lists or objects more than 50 deep"),
-        ("evidence evaluation.json --into five.json", "five.json must hold a list 'rows', got 5"),
+        ("evidence evaluation.json --into five.json", "five.json has no checksum"),
     ],
 )
 def test_files_nested_too_deep_and_tables_that_are_none_are_named(kvjax, arguments, said):

@@ -284,6 +284,20 @@ def test_a_token_id_beyond_all_vocabularies_is_a_400(engine):
             assert caught.value.code == 400
 
 
+def test_a_body_that_python_cannot_read_is_explained_to_its_author(engine):
+    """Python's own words tell how the server's program should be changed."""
+    bodies = {
+        b'{"model": "tiny", "prompt": [' + b"9" * 100_000 + b"]}": "a number has more than 4,300 digits; no field takes such a number",
+        b"[" * 100_000: "lists and objects are nested too deeply",
+        b"{": "the body is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    }
+    with serving(engine, http_port=0, model_name="tiny") as server:
+        for body, said in bodies.items():
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/v1/completions", body, timeout=WAIT)
+            assert (caught.value.code, json.load(caught.value)["error"]["message"]) == (400, said)
+
+
 def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, monkeypatch):
     parsing, most, go_on = [], [], threading.Event()
 

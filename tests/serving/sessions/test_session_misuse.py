@@ -496,6 +496,23 @@ def test_what_is_no_file_of_its_own_is_named(tmp_path, kind):
     assert other.read_bytes() == before
 
 
+def test_only_unfinished_files_of_the_journal_are_deleted(tmp_path):
+    """A batch job in the same folder, for example, keeps its answers in job.jsonl.partial."""
+    (tmp_path / "notes").write_text("kept")
+    own, kept = f"{'a' * 32}.partial", {"job.jsonl.partial", "x.partial", f"{'A' * 32}.partial", f"{'a' * 33}.partial", ".partial"}
+    for name in (own, *kept):
+        (tmp_path / name).write_text("kept")
+    (tmp_path / f"{'b' * 32}.partial").symlink_to(tmp_path / "notes")
+    os.mkfifo(tmp_path / f"{'c' * 32}.partial")
+    (tmp_path / f"{'d' * 32}.partial").mkdir()
+    before = {each.name for each in tmp_path.iterdir()}
+    journal = Journal(tmp_path, "model")
+    assert list(journal.load()) == []
+    journal.close()
+    assert {each.name for each in tmp_path.iterdir()} == before - {own} | {"lock"}
+    assert all((tmp_path / name).read_text() == "kept" for name in (*kept, "notes"))
+
+
 def test_a_file_larger_than_memory_is_named(tmp_path, monkeypatch):
     journal = Journal(tmp_path, "model")
     journal.create("a" * 32, "dense", array.array("i", [1, 2, 3]))
@@ -580,7 +597,7 @@ def test_a_kill_while_a_record_is_written_over_the_end_mark_is_half_a_record(wri
     journal.close()
 
 
-@pytest.mark.parametrize("name", ["lock", "x.session", "x.partial"])
+@pytest.mark.parametrize("name", ["lock", "x.session"])
 def test_a_folder_in_the_place_of_a_file_of_sessions_is_said(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=rf"{name} cannot be .*; delete it"):
