@@ -433,15 +433,21 @@ async def _body(request: Request, most: int) -> bytearray:
     """A request's body."""
     from starlette.requests import ClientDisconnect
 
-    content = bytearray()
+    content, announced = bytearray(), request.headers.get("content-length", "")
     try:
+        if announced.isdecimal() and int(announced[:20]) > most:  # before all of it has come
+            raise _too_large(most)
         async for chunk in request.stream():
             content += chunk
             if len(content) > most:
-                raise ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
+                raise _too_large(most)
     except ClientDisconnect:
         raise Cancelled("the client has gone") from None
     return content
+
+
+def _too_large(most: int) -> ResourceExhausted:
+    return ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
 
 
 def _check_pieces(content: bytearray) -> None:

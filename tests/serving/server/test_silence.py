@@ -321,6 +321,13 @@ def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, 
     assert most == [1, 1, 1]
 
 
+def test_a_body_that_is_announced_as_too_large_is_refused_before_it_comes(engine):
+    with serving(engine, http_port=0) as server, http(server) as post:
+        post.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 17000000\r\n\r\n{")
+        post.settimeout(WAIT / 4)
+        assert b" 413 " in post.recv(100)
+
+
 def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(engine, monkeypatch):
     monkeypatch.setattr(app, "_json", lambda content: pytest.fail("it was parsed"))
     half = app.MAX_PIECES // 2
