@@ -265,7 +265,7 @@ def acceptance_of(tokens: float) -> float:
 def always_drafting() -> Iterator[None]:
     """Every launch that may be one of rounds is, whatever the clock says."""
     by_clock, has_program = Drafting.next, Engine.has_program
-    Drafting.next, Engine.has_program = lambda self: self._launch, lambda self, group: True
+    Drafting.next, Engine.has_program = lambda self, ready: self._launches[1], lambda self, group: True
     try:
         yield
     finally:

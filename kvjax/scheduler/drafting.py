@@ -1,10 +1,10 @@
-"""Whether the next launch of a batch is a round of drafting (`Scheduler(draft=...)`)."""
+"""Whether the next launch of a batch is of rounds of drafting, and of which (`Scheduler(draft=...)`)."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -16,7 +16,7 @@ from kvjax.engine.steps import Draft
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.decode.base import is_watched
-from kvjax.policies.decode.naming import LOOKUP
+from kvjax.policies.decode.naming import LOOKUP, drafts_named
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +25,19 @@ BY_POLICY, BY_LOOKUP = (8, 4), (16, 8)
 of a launch. Between two launches the device waits for the host. A round of tokens that are looked up is one step."""
 
 PLAIN, ROUNDS = 8, 4
-"""Launches of each kind that are timed before they are compared."""
+"""Launches of steps, and of rounds, that are timed before they are compared."""
 
 TOO_SLOW = 1.25
-"""Rounds that take so many times as long as steps end after one launch."""
+"""Rounds that take so many times as long as what is known to be faster end after one launch."""
 
 LOSS, REST = 0.02, 64
-"""After rounds that took longer, there are steps until what was lost is at most this share of the time; at least so
-many launches of them."""
+"""After rounds that took longer, what is faster runs until what was lost is at most this share of the time; at least
+for so many tokens."""
+
+
+def drafts_of(engine: Engine, draft: str | DecodePolicy, rows: int) -> tuple[Draft, ...]:
+    """How rounds of a batch of so many rows may draft: by each name of `draft`. ValueError as `draft_of`."""
+    return tuple(draft_of(engine, each, rows) for each in drafts_named(draft))
 
 
 def draft_of(engine: Engine, name: str | DecodePolicy, rows: int) -> Draft:
@@ -54,64 +59,85 @@ def draft_of(engine: Engine, name: str | DecodePolicy, rows: int) -> Draft:
 
 
 class Drafting:
-    """Of the batch of one policy: rounds by `draft` where they are faster, by the clock, than steps.
+    """Of the batch of one policy: steps, or rounds by one of several `drafts`, whichever is fastest by the clock.
 
-    The answer is the same either way. First some steps are timed, then rounds, each by the time between the ends of two
-    launches. If the rounds took longer for their tokens, steps follow for so long that the loss is small, and then
-    rounds are tried again.
+    The answer is the same either way. First some steps are timed, then rounds of each draft, by the time between the
+    ends of two launches. What took least for its tokens goes on. If others took longer, they are tried again when what
+    was lost is a small share of the time; but steps only if rounds become slower than steps were.
     """
 
-    def __init__(self, draft: Draft, page_size: int):
-        # A launch writes to as many pages as any: a page's end may lie within it, but not two.
-        _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
-        rounds = max(1, min(most, (page_size + 1) // draft.tokens))
-        self.draft, self._launch = draft, Launch(rounds, None, rounds * draft.tokens, draft)
-        self._round, self._first, self._last, self._resting = False, True, None, 0  # first: no launch of rounds has ended
-        self._plain, self._told = 0.0, False  # seconds of a token; whether the log knows that rounds are faster
+    def __init__(self, drafts: Sequence[Draft], page_size: int):
+        self._launches: list[Launch | None] = [None]  # of steps first
+        for draft in drafts:
+            # A launch writes to as many pages as any: a page's end may lie within it, but not two.
+            _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
+            rounds = max(1, min(most, (page_size + 1) // draft.tokens))
+            self._launches.append(Launch(rounds, None, rounds * draft.tokens, draft))
+        self._best = self._now = self._running = 0  # what is fastest, what is timed, and what the latest launch was
+        self._pace: dict[int, float] = {}  # seconds of a token
+        self._called: set[int] = set()  # rounds of which a launch has ended: the first call takes longer than others
+        self._last: float | None = None
+        self._tried, self._rest = 0, 0.0  # the rounds tried last; seconds of the fastest before others are tried again
         self._begin()
 
     def _begin(self) -> None:
         self._count, self._tokens, self._seconds = 0, 0.0, 0.0
 
-    def next(self) -> Launch | None:
-        """The next launch, but for its `ends`; None: it is of steps."""
-        return self._launch if self._round else None
+    def next(self, ready: Callable[[Launch], bool]) -> Launch | None:
+        """The next launch of rounds, but for its `ends`; None: it is of steps. ready: whether a launch can run now.
+        What is tried waits for its program while the fastest goes on."""
+        wanted = dict.fromkeys((self._now, self._best))
+        self._running = next((each for each in wanted if each and ready(self._launches[each])), 0)
+        return self._launches[self._running]
 
     def ended(self, tokens: float, *, drafted: bool) -> None:
         """A launch has ended. tokens: of each sequence, the mean. drafted: whether it was of rounds."""
-        now, last = time.perf_counter(), self._last
-        first, self._last = drafted and self._first, now
-        self._first = self._first and not drafted
-        if last is None or drafted != self._round or first:
-            return  # rounds wait for their program, or for a request that starts; their first call takes longer than others
-        self._count, self._tokens, self._seconds = self._count + 1, self._tokens + tokens, self._seconds + now - last
+        now, last, which = time.perf_counter(), self._last, self._running if drafted else 0
+        first, self._last = drafted and which not in self._called, now
         if drafted:
-            self._judge()
-        elif self._count >= PLAIN:
-            self._plain, self._resting = self._seconds / self._tokens, self._resting - self._count
-            self._turn(to_rounds=self._resting <= 0)
+            self._called.add(which)
+        if last is None or which != self._now or first:
+            return  # rounds wait for their program, or for a request that starts
+        self._count, self._tokens, self._seconds = self._count + 1, self._tokens + tokens, self._seconds + now - last
+        if self._count >= (ROUNDS if which else PLAIN) or (which and self._seconds > TOO_SLOW * self._tokens * self._least):
+            self._judge(which)
 
-    def _judge(self) -> None:
-        """Compare rounds with steps."""
-        steps = self._tokens * self._plain
-        if self._seconds > TOO_SLOW * steps or (self._count >= ROUNDS and self._seconds > steps):
-            lost = self._seconds - steps
-            self._resting = max(REST, math.ceil(lost / (LOSS * self._plain)))
-            said = "drafts by %s take %.2f ms a token, and steps %.2f ms: none for %d launches"
-            logger.info(said, self.draft.policy or LOOKUP, 1e3 * self._seconds / self._tokens, 1e3 * self._plain, self._resting)
-            self._told = False
-            self._turn(to_rounds=False)
-        elif self._count >= ROUNDS:
-            if not self._told:
-                said = "drafts by %s take %.2f ms a token, and steps %.2f ms: rounds go on"
-                logger.info(said, self.draft.policy or LOOKUP, 1e3 * self._seconds / self._tokens, 1e3 * self._plain)
-            self._told = True
-            self._begin()
+    @property
+    def _least(self) -> float:
+        """Seconds of a token of the fastest that is known, but for what is timed now."""
+        return min(pace for each, pace in self._pace.items() if each != self._now)
+
+    def _judge(self, which: int) -> None:
+        """Compare what was timed with the others, and choose what is timed next."""
+        pace, seconds, lost = self._seconds / self._tokens, self._seconds, 0.0
+        if which == self._best:
+            self._rest -= seconds
+        if which and which == self._best and pace > self._pace[0]:  # steps are known from before the rounds
+            lost, self._best = seconds - self._tokens * self._pace[0], 0
+        elif which != self._best:
+            lost = seconds - self._tokens * self._pace[self._best]
+        self._pace[which] = pace
+        if which and lost > 0:
+            self._rest = max(REST * self._pace[self._best], lost / LOSS)
+            self._say(which, f"none for {self._rest:.0f} s")
+        elif which != self._best:
+            self._best, self._rest = which, REST * pace
+            self._say(which, "rounds go on")
+        self._begin()
+        self._now = self._best if self._rest > 0 and len(self._pace) == len(self._launches) else self._following()
+
+    def _following(self) -> int:
+        """Which rounds are tried next: those that never were, then in turn; the fastest if there are no others."""
+        others = [each for each in range(1, len(self._launches)) if each != self._best]
+        untried = [each for each in others if each not in self._pace]
+        later = [each for each in others if each > self._tried]
+        self._tried = next(iter(untried or later or others), self._best)
+        return self._tried
+
+    def _say(self, which: int, what: str) -> None:
+        name, times = self._launches[which].draft.policy or LOOKUP, (1e3 * self._pace[which], 1e3 * self._pace[0])
+        logger.info("drafts by %s take %.2f ms a token, and steps %.2f ms: %s", name, *times, what)
 
     def interrupted(self) -> None:
         """Something else runs before the next launch ends."""
         self._last = None
-
-    def _turn(self, *, to_rounds: bool) -> None:
-        self._round = to_rounds
-        self._begin()

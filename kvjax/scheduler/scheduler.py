@@ -74,7 +74,8 @@ class Scheduler:
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
     (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. draft: a
     policy that drafts tokens for the requests' own policies to verify, or "lookup", in rounds of one launch, where that
-    is faster by the clock; the answer has the same bits (docs/drafts.md).
+    is faster by the clock; the answer has the same bits (docs/drafts.md). Of several names, as "lookup,top:32", the
+    fastest is found.
 
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
@@ -116,7 +117,7 @@ class Scheduler:
         led, several = engine.guard.together is not None, several_processes(engine.mesh)
         self._by_clock = not (led or several)
         self._launches = LaunchSize(steps_per_launch, single=engine.on_cpu or (several and not led))
-        self._draft = None if draft is None else _draft_of(engine, draft, bucket)
+        self._drafts = () if draft is None else _drafts_of(engine, draft, bucket)
         self._drafting: dict[DecodePolicy, Drafting] = {}
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
@@ -488,7 +489,7 @@ class Scheduler:
         it is one step until the program of several is compiled, because one step needs no other program."""
         groups = []
         for batch in self._batches.values():
-            group = self._rounds(batch) if drafts and self._draft is not None else None
+            group = self._rounds(batch) if drafts and self._drafts else None
             if (group := group or batch.group(steps)) is not None:
                 groups.append((batch, group))
         if steps > 1 and self._launches.auto:
@@ -500,10 +501,16 @@ class Scheduler:
 
     def _rounds(self, batch: Batch) -> DecodeGroup | None:
         """The next rounds of a batch; None: it steps, because that is faster, or until their program is compiled."""
-        rounds, longest = self._drafting_of(batch.policy).next(), self.engine.config.max_positions
-        group = None if rounds is None else batch.group(1, rounds, longest)
-        if group is None or group.launch is None or not self.engine.has_program(group):
+        longest = self.engine.config.max_positions
+
+        def ready(rounds: Launch) -> bool:
+            group = batch.group(1, rounds, longest)
+            return group is not None and group.launch is not None and self.engine.has_program(group)
+
+        rounds = self._drafting_of(batch.policy).next(ready)
+        if rounds is None:
             return None
+        group = batch.group(1, rounds, longest)
         if self._pending:  # steps before rounds are read first: their time is not that of the rounds
             self._read()
             group = batch.group(1, rounds, longest)
@@ -513,7 +520,7 @@ class Scheduler:
         if policy not in self._drafting:
             from kvjax.scheduler.drafting import Drafting
 
-            self._drafting[policy] = Drafting(self._draft, self.engine.page_size)
+            self._drafting[policy] = Drafting(self._drafts, self.engine.page_size)
         return self._drafting[policy]
 
     def _interrupted(self) -> None:
@@ -556,7 +563,7 @@ class Scheduler:
             self._launches.read(steps[-1].steps, time.perf_counter() - began)
         else:
             self._launches.interrupted()
-        for step in steps if self._draft is not None else ():
+        for step in steps if self._drafts else ():
             self._drafting_of(step.policy).ended(step.tokens, drafted=step.accepted is not None)
         for step in pending:
             taken, ended = read(step, listening=self.on_token is not None)
@@ -625,7 +632,7 @@ class Scheduler:
         for sample in ended:
             if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
                 sequence, known = sample.sequence, sample.state.prompt_tokens + len(sample.ids) - 1
-                if (self._launches.most > 1 or self._draft is not None) and known < sequence.length:
+                if (self._launches.most > 1 or self._drafts) and known < sequence.length:
                     sequence.length = known  # it has ended in the middle of a launch
                 sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)
@@ -701,8 +708,8 @@ class Scheduler:
             self._finished.append(state.handle)
 
 
-def _draft_of(engine: Engine, policy: str | DecodePolicy, rows: int) -> Draft:
-    """See `kvjax.scheduler.drafting.draft_of`."""
-    from kvjax.scheduler.drafting import draft_of
+def _drafts_of(engine: Engine, draft: str | DecodePolicy, rows: int) -> tuple[Draft, ...]:
+    """See `kvjax.scheduler.drafting.drafts_of`."""
+    from kvjax.scheduler.drafting import drafts_of
 
-    return draft_of(engine, policy, rows)
+    return drafts_of(engine, draft, rows)

@@ -66,7 +66,7 @@ class Setup:
     others: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if self.draft_weights is not None and self.draft in (None, LOOKUP):
+        if self.draft_weights is not None and not policies_of_draft(self.draft):
             said = "given without draft" if self.draft is None else f"given with draft {LOOKUP}, which computes nothing"
             raise ValueError(f"draft_weights {self.draft_weights} was {said}: name a policy that drafts, as draft top:32, or dense")
         if self.draft is not None and self.tensor * self.context * self.data > 1:

@@ -269,7 +269,8 @@ DraftOption = Annotated[
     str | None,
     option(
         "What drafts tokens for --policy to verify, where that is faster by the clock: a policy, as top:32, which pays for long "
-        "sequences; or lookup, which pays for answers that repeat what was said. Answers do not depend on it. [default: no drafts]",
+        "sequences; or lookup, which pays for answers that repeat what was said; of several, as lookup,top:32, the fastest is found. "
+        "Answers do not depend on it. [default: no drafts]",
         panel=POLICY,
     ),
 ]

@@ -25,7 +25,7 @@ def test_answers_with_drafts_take_turns_with_others(monkeypatch):
             yield request, completion
 
     monkeypatch.setattr(drafts, "run_requests", run)
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
     (row,) = rows_of("window:8+56", acceptance=0.9, repeats=None)
     assert [each[:2] for each in seen] == 3 * [(None, 140), ("window:8+56", 140)]
     assert seen[-1] == ("window:8+56", 140, True)
@@ -45,7 +45,7 @@ def test_a_text_that_repeats_is_looked_up(monkeypatch):
             yield request, completion
 
     monkeypatch.setattr(drafts, "run_requests", run)
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
     (row,) = rows_of("lookup", acceptance=None, repeats=(64, 16))
     vocab_size = config_of("tiny", 1, "float32").vocab_size
     text = drafts.repeating_text(vocab_size, 244, 140, 64, 16)

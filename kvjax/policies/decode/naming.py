@@ -117,6 +117,13 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
     return None if policy is None else Watched(policy, share, int(match["every"] or EVERY))
 
 
+def drafts_named(draft: str | DecodePolicy | None) -> tuple[str | DecodePolicy, ...]:
+    """What drafts: a policy, or names with commas between them."""
+    if isinstance(draft, str):
+        return tuple(dict.fromkeys(each.strip() for each in draft.split(",")))
+    return () if draft is None else (draft,)
+
+
 def policies_of_draft(draft: str | DecodePolicy | None) -> tuple[str | DecodePolicy, ...]:
-    """What an engine must have declared, so that it can draft: the policy, or nothing if drafts are looked up."""
-    return () if draft is None or draft == LOOKUP else (draft,)
+    """What an engine must have declared, so that it can draft: the policies, but nothing where drafts are looked up."""
+    return tuple(each for each in drafts_named(draft) if each != LOOKUP)

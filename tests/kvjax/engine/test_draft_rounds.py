@@ -10,7 +10,7 @@ import pytest
 from launch_histories import answers, draw_history, engine_of, run_history
 from scheduling import asked
 from scipy import special, stats
-from tiny_models import make_family, shallow
+from tiny_models import TINY, altered, make_family, shallow
 
 from kvjax import Engine, Request, Sampling, Scheduler, generate, mesh
 from kvjax.cache import Cache, pages_of_step
@@ -26,6 +26,7 @@ from kvjax.scheduler.drafting import LOSS, PLAIN, ROUNDS, Drafting
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.random_model import random_params
 from pallas_kernels.attention.gather_attention import mosaic_gpu
+from pallas_kernels.core.matrices import MatrixFormat, pack
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.hopper.decode import wgmma_fold
 
@@ -42,7 +43,7 @@ KINDS = [
 @pytest.fixture
 def always(monkeypatch):
     """Every launch that may be one of rounds is."""
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
     monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
 
 
@@ -193,7 +194,7 @@ def test_histories_do_not_depend_on_drafts(speaker, draft, options, seeds, monke
     for seed in seeds:
         history, draw = draw_history(engines[0], seed), np.random.default_rng(seed)
         expected, texts = run_history(engines[0], history, 1)
-        monkeypatch.setattr(Drafting, "next", lambda self, draw=draw: self._launch if draw.random() < 0.6 else None)
+        monkeypatch.setattr(Drafting, "next", lambda self, ready, draw=draw: self._launches[1] if draw.random() < 0.6 else None)
         found, said = run_history(engines[1], history, 1, draft=draft)
         assert list(map(told, found)) == list(map(told, expected)), f"history {seed}"
         assert said == texts
@@ -263,8 +264,16 @@ def test_queries_alike_have_the_spans_of_their_own_steps(num_queries):
                 assert same or query >= alike
                 differ += not same
         assert differ > 10
-    group = jax.ShapeDtypeStruct((2, num_queries, 1040 // num_queries * 4, 128), jnp.bfloat16)
-    assert mosaic_gpu.queries_alike(group, pages, jnp.array([500, 9])).tolist() == [1, 1], "they are several calls"
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "packed", "count"), [(28, 1, False, 18), (32, 2, False, 16), (28, 8, False, 8), (28, 4, True, 2)]
+)
+def test_so_many_tokens_have_the_bits_of_their_own_steps(heads, rows, packed, count):
+    """128 query rows of each of 4 KV heads, and 64 tokens of all sequences, with packed weights 8."""
+    config = altered(TINY, num_heads=heads, num_kv_heads=4)
+    matrix = jnp.ones((128, 128))
+    assert drafts.tokens_alike(config, {"o": pack(matrix, MatrixFormat("int8")) if packed else matrix}, rows) == count
 
 
 def test_on_a_cpu_nothing_is_known_to_stand_alone(always, monkeypatch):
@@ -292,24 +301,24 @@ def clocked(monkeypatch):
 
 def test_rounds_that_take_longer_end_and_are_tried_again(monkeypatch):
     run = clocked(monkeypatch)
-    turns = Drafting(Draft("window", 8), 128)
-    assert turns.next() is None
+    turns = Drafting([Draft("window", 8)], 128)
+    assert turns.next(bool) is None
     run(turns, PLAIN + 1, drafted=False, token_s=0.01, tokens=1)
-    assert turns.next().written == 32
+    assert turns.next(bool).written == 32
     run(turns, 1, drafted=True, token_s=1.0, tokens=20)
     run(turns, 5 * ROUNDS, drafted=True, token_s=0.005, tokens=20)
-    assert turns.next() is not None, "they are faster"
+    assert turns.next(bool) is not None, "they are faster"
     run(turns, ROUNDS, drafted=True, token_s=0.011, tokens=20)
-    assert turns.next() is None
+    assert turns.next(bool) is None
     lost = ROUNDS * 20 * 0.001
     rest = round(lost / (LOSS * 0.01))
     run(turns, rest - PLAIN, drafted=False, token_s=0.01, tokens=1)
-    assert turns.next() is None, "what was lost is more than a fiftieth of the time"
+    assert turns.next(bool) is None, "what was lost is more than a fiftieth of the time"
     run(turns, 2 * PLAIN, drafted=False, token_s=0.01, tokens=1)
-    assert turns.next() is not None, "tried again"
+    assert turns.next(bool) is not None, "tried again"
     run(turns, 1, drafted=True, token_s=0.02, tokens=8)
-    assert turns.next() is None, "much slower: one launch says so"
-    assert turns._resting == round(8 / LOSS)
+    assert turns.next(bool) is None, "much slower: one launch says so"
+    assert turns._rest == pytest.approx(8 * 0.01 / LOSS)
 
 
 @pytest.mark.parametrize("slower", [False, True])
@@ -339,9 +348,9 @@ def test_drafts_that_lose_cost_little(times, monkeypatch):
     """Of 20,000 tokens, with rounds that take longer: at most 3% in all, with the launches that are not timed."""
     now = [0.0]
     monkeypatch.setattr(drafting.time, "perf_counter", lambda: now[0])
-    turns, tokens = Drafting(Draft("window", 8), 128), 0
+    turns, tokens = Drafting([Draft("window", 8)], 128), 0
     while tokens < 20_000:
-        drafted = turns.next() is not None
+        drafted = turns.next(bool) is not None
         count = 8 if drafted else 1
         now[0] += count * 0.01 * (times if drafted else 1.0)
         tokens += count
@@ -349,9 +358,68 @@ def test_drafts_that_lose_cost_little(times, monkeypatch):
     assert 1.0 < now[0] / (tokens * 0.01) < 1.03
 
 
+@pytest.mark.parametrize("paces", [(1.0, 0.5, 0.3), (1.0, 0.3, 0.5), (1.0, 1.5, 0.5), (1.0, 1.1, 1.2), (1.0, 0.5, 1.4)])
+def test_of_several_drafts_the_fastest_is_found(paces, monkeypatch):
+    """Also when it becomes another one in the middle; the others cost little."""
+    now = [0.0]
+    monkeypatch.setattr(drafting.time, "perf_counter", lambda: now[0])
+    turns = Drafting([Draft(None, 16), Draft("window", 8)], 128)
+    for these in (paces, paces, (paces[0], paces[2], paces[1])):
+        spent, tokens, used = 0.0, 0, [0, 0, 0]
+        while tokens < 30_000:
+            launch = turns.next(bool)
+            which = 0 if launch is None else 1 if launch.draft.policy is None else 2
+            count = 10 if which else 1
+            spent += count * these[which]
+            now[0] += count * these[which]
+            tokens += count
+            used[which] += count
+            turns.ended(count, drafted=which > 0)
+        best = min(these)
+        if these is not paces:
+            assert spent < 1.06 * tokens * best
+        assert used[these.index(best)] > 0.8 * tokens
+    assert turns.next(lambda launch: False) is None, "steps wait for no program"
+
+
+def test_what_is_tried_waits_for_its_program_while_the_fastest_goes_on(monkeypatch):
+    run = clocked(monkeypatch)
+    turns = Drafting([Draft(None, 16), Draft("window", 8)], 128)
+
+    def ready(launch):
+        return launch.draft.policy is None
+
+    turns.next(ready)
+    run(turns, PLAIN + 1, drafted=False, token_s=0.01, tokens=1)
+    for _ in range(3 * ROUNDS):
+        assert turns.next(ready).draft.policy is None
+        run(turns, 1, drafted=True, token_s=0.005, tokens=20)
+    assert turns.next(bool).draft.policy == "window", "its program is there now"
+
+
+@pytest.mark.parametrize("draft", ["lookup,quest:1", "quest:1, lookup"])
+def test_answers_do_not_depend_on_which_of_several_drafts(draft, monkeypatch):
+    """They take turns, by a draw."""
+    draw, seen = np.random.default_rng(2), set()
+
+    def drawn(self, ready):
+        self._running = int(draw.integers(3))
+        launch = self._launches[self._running]
+        seen.add(self._running)
+        return launch if launch is not None and ready(launch) else None
+
+    monkeypatch.setattr(Drafting, "next", drawn)
+    monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
+    engine = engine_of(make_family("llama"), ("dense", *policies_of_draft(draft)), pages=60)
+    assert policies_of_draft(draft) == ("quest:1",)
+    expected = answers(engine, requests_of("dense"))
+    assert list(map(told, answers(engine, requests_of("dense"), draft=draft))) == list(map(told, expected))
+    assert seen == {0, 1, 2}
+
+
 def test_time_in_which_a_prompt_runs_does_not_count(monkeypatch):
     run = clocked(monkeypatch)
-    turns = Drafting(Draft("window", 8), 128)
+    turns = Drafting([Draft("window", 8)], 128)
     run(turns, PLAIN, drafted=False, token_s=0.01, tokens=1)
     turns.interrupted()
     run(turns, 1, drafted=False, token_s=100.0, tokens=1)
@@ -360,15 +428,15 @@ def test_time_in_which_a_prompt_runs_does_not_count(monkeypatch):
 
 @pytest.mark.parametrize(("page_size", "rounds", "looked_up"), [(128, 4, 8), (64, 4, 4), (16, 2, 1), (8, 1, 1), (4, 1, 1)])
 def test_a_launch_writes_to_as_many_pages_as_others(page_size, rounds, looked_up):
-    launch = Drafting(Draft("window", 8), page_size)._launch
+    launch = Drafting([Draft("window", 8)], page_size)._launches[1]
     assert (launch.steps, launch.written) == (rounds, 8 * rounds)
-    by_lookup = Drafting(Draft(None, 16), page_size)._launch
+    by_lookup = Drafting([Draft(None, 16)], page_size)._launches[1]
     assert (by_lookup.steps, by_lookup.written) == (looked_up, 16 * looked_up)
     assert launch.written <= 8 or 1 + -(-(launch.written - 1) // page_size) <= pages_of_step(page_size)
 
 
 def test_rounds_wait_for_no_compiler_and_a_failure_is_said(monkeypatch):
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
     engine = engine_of(shallow(make_family("llama")), ("dense", "window:1+16"))
     (found,) = answers(engine, [asked([1, 2, 3], 12)], draft="window:1+16")
     for each in engine._compile_ahead.running.values():
@@ -480,7 +548,7 @@ def test_no_step_is_in_flight_when_rounds_are_launched(monkeypatch):
 
     monkeypatch.setattr(Engine, "step", step)
     monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch if next(turn) else None)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1] if next(turn) else None)
     handles = [scheduler.submit(each) for each in requests_of(None)]
     while not scheduler.idle:
         scheduler.step()

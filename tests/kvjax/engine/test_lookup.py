@@ -56,7 +56,7 @@ def test_tokens_that_stay_are_added_and_those_past_the_end_dropped():
 
 def test_an_answer_that_repeats_itself_takes_fewer_rounds(monkeypatch):
     """A greedy answer of a random model soon comes back to the same words."""
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
     monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
     engine = engine_of(shallow(make_family("llama")), ("dense",))
     request = [asked([5, 6, 7], 120)]
@@ -68,7 +68,7 @@ def test_an_answer_that_repeats_itself_takes_fewer_rounds(monkeypatch):
 
 def test_no_history_is_made_while_the_program_is_compiled(monkeypatch):
     """A step would wait for it, and a long one takes milliseconds."""
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1] if ready(self._launches[1]) else None)
     monkeypatch.setattr(Engine, "has_program", lambda self, group: False)
     monkeypatch.setattr(Batch, "with_history", lambda self, group: 1 / 0)
     engine = engine_of(shallow(make_family("llama")), ("dense",))

@@ -102,7 +102,7 @@ def check_ways(runtime, tokens, policy):
 
 def test_sessions_say_the_same_with_drafts(engine, monkeypatch):
     """Also where a client leaves in the middle of a launch: what it took joins the history, and the rest is dropped."""
-    monkeypatch.setattr(Drafting, "next", lambda self: self._launch)
+    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
     monkeypatch.setattr(Engine, "has_program", lambda self, group: True)
     found = []
     for draft in (None, TOP, "lookup"):
