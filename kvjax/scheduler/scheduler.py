@@ -33,7 +33,7 @@ from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.engine.sequence import CachedSequence
-from kvjax.engine.step_plan import Chunk, DecodeGroup, Prefilled, StepPlan, StepResult
+from kvjax.engine.step_plan import Chunk, DecodeGroup, Launch, Prefilled, StepPlan, StepResult
 from kvjax.engine.steps import sample_first
 from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.batch import Batch, Handle, PendingStep, RequestState, Sample, order, read
