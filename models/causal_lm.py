@@ -11,7 +11,7 @@ import jax
 from kvjax import generation
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
-from kvjax.model.weight_formats import pack_params
+from kvjax.model.weight_formats import pack_params, scheme_of
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
 from pallas_kernels.core.matrices import is_packed
@@ -39,6 +39,9 @@ class CausalLM:
         """This model, with a second copy of its matrices for policies that draft (docs/drafts.md), packed by a scheme
         of `kvjax.model.weight_formats.SCHEMES`: about as many bytes as a model loaded with `weights`. ValueError for
         matrices that are packed already, or cannot be."""
+        scheme_of(weights, "draft_weights")
+        if any(map(is_packed, jax.tree.leaves(self.params, is_leaf=is_packed))):
+            raise ValueError(f"draft_weights={weights!r} is for weights that are not packed, and these are packed already: leave it out")
         return dataclasses.replace(self, draft_params=pack_params(self.params, weights))
 
     def save(self, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -147,7 +147,7 @@ def load(
         refuse(unknown)
     use_compilation_cache()
     if draft_weights is not None:
-        scheme_of(draft_weights)
+        scheme_of(draft_weights, "draft_weights")
         if weights is not None or mesh is not None:
             other = f"weights={weights!r}" if mesh is None else "mesh"
             raise ValueError(f"draft_weights={draft_weights!r} is for weights that are not packed, on one device: leave {other} out")

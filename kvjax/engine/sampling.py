@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import flax.struct
@@ -188,7 +188,10 @@ def _is_number(value: object) -> bool:
 
 
 def _items(given: object, most: int) -> tuple[Any, ...] | None:
-    """The items of an iterable, which may never end, and at most one more than `most`; None for anything else."""
+    """The items of an iterable, which may never end, and at most one more than `most`; None for anything else, and for
+    a mapping."""
+    if isinstance(given, Mapping):
+        return None
     try:
         return tuple(itertools.islice(given, most + 1))  # an array of no dimension says that it is iterable, and is not
     except TypeError:

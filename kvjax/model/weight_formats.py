@@ -61,10 +61,10 @@ FormatOf = Callable[[int | None, str, tuple[int, ...]], MatrixFormat | None]
 """`WeightScheme.format_of`."""
 
 
-def scheme_of(name: str) -> WeightScheme:
-    """The scheme of this name. ValueError, with the names, for any other."""
+def scheme_of(name: str, option: str = "weights") -> WeightScheme:
+    """The scheme of this name. ValueError, with the names, for any other. option: that names it."""
     if name not in SCHEMES:
-        raise ValueError(f"weights is {name!r}; supported: {', '.join(SCHEMES)}, or None for weights as they are stored")
+        raise ValueError(f"{option} is {name!r}; supported: {', '.join(SCHEMES)}, or None for weights as they are stored")
     return SCHEMES[name]
 
 

@@ -58,6 +58,7 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved with a model
         check_growth(tokenizer)
         _without_dropout(tokenizer, folder)
+        tokenizer("")  # settings of a wrong type would make every text an error
         return tokenizer
     except PASSED_ON:
         raise

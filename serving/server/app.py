@@ -462,10 +462,10 @@ def _check_pieces(content: bytearray) -> None:
         raise InvalidArgument(f"{said}: send fewer in one request")
 
 
-def _json(content: bytes) -> Any:
+def _json(content: bytearray) -> Any:
     """The JSON of a body."""
     try:
-        value, twice = from_json(bytes(content))
+        value, twice = from_json(content.decode("utf-8-sig"))  # Python would read UTF-16 and UTF-32, too
         check_once(twice)
     except WrongField as error:
         raise InvalidArgument(str(error), field=error.field) from None

@@ -130,9 +130,9 @@ def test_weights_that_draft_are_a_second_copy(tmp_path):
         load(tmp_path / "m", tokenizer=False, weights="int4", draft_weights="int8")
     with pytest.raises(ValueError, match="leave mesh out"):
         load(tmp_path / "m", tokenizer=False, draft_weights="int8", mesh=kvjax.mesh(tensor=1))
-    with pytest.raises(ValueError, match="weights is 'q4'; supported"):
+    with pytest.raises(ValueError, match="draft_weights is 'q4'; supported"):
         load(tmp_path / "m", tokenizer=False, draft_weights="q4")
-    with pytest.raises(ValueError, match="packed already"):
+    with pytest.raises(ValueError, match=r"draft_weights='int8' .* packed already: leave it out"):
         dataclasses.replace(found, params=found.draft_params).with_draft_weights("int8")
 
 

@@ -92,6 +92,8 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
         ({"stop": ("",)}, "stop must be strings that are not empty"),
         ({"stop": (5,)}, "stop must be strings"),
         ({"stop": 5}, "stop must be strings that are not empty, got 5"),
+        ({"stop": {"a": 1}}, "stop must be strings"),
+        ({"stop_token_ids": {5: 1}}, "stop_token_ids must be a list of token ids"),
         ({"stop": ["ab"] * 1025}, "stop has more than 1,024 strings, the most that are taken"),
         ({"stop": itertools.repeat("x")}, "stop has more than 1,024 strings, the most that are taken"),
         ({"stop": np.array("a")}, "stop must be strings that are not empty"),

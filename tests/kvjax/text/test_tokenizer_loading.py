@@ -355,6 +355,15 @@ def test_ids_far_beyond_the_number_of_tokens_are_refused(kind, plain, tmp_path, 
             read_tokenizer(file.parent)
 
 
+@pytest.mark.parametrize("value", [[1, 2, 3], "512", {}])
+def test_settings_that_make_every_text_an_error_are_refused(value, plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": value}))
+    with pytest.raises(ValueError, match=f"cannot read the tokenizer in {tmp_path / 'm'} .*not supported between"):
+        load(tmp_path / "m")
+
+
 def test_some_ids_may_be_missing(plain, tmp_path):
     for kind in ("WordLevel", "vocab.json"):
         assert read_tokenizer(with_an_id(plain, tmp_path / kind, kind, 5000).parent).get_vocab()["ab"] == 5000

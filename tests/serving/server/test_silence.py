@@ -22,7 +22,7 @@ from session_servers import WAIT, certificate, serving, until
 from tiny_models import make_model
 
 from kvjax import Engine
-from kvjax.client import Client, ResourceExhausted
+from kvjax.client import Client, InvalidArgument, ResourceExhausted
 from kvjax.client.wire import SERVICE, protocol
 from kvjax.serving.server import app, connections
 from kvjax.serving.server import grpc_server as server_module
@@ -341,6 +341,13 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(engine, monke
             urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/v1/completions", body, timeout=WAIT)
         assert caught.value.code == 400
         assert values in json.loads(caught.value.read())["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_a_body_in_another_encoding_is_no_json(encoding):
+    with pytest.raises(InvalidArgument, match="the body is no JSON"):
+        app._json(bytearray('{"prompt": "\u0122", "x": []}'.encode(encoding)))
+    assert app._json(bytearray('{"prompt": "\u0122"}'.encode("utf-8-sig"))) == {"prompt": "\u0122"}
 
 
 def test_text_that_looks_like_many_values_is_one():
