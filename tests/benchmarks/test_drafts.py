@@ -16,40 +16,37 @@ def rows_of(draft, **given):
     return drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=140, rounds=1, **given)
 
 
-def test_answers_with_drafts_take_turns_with_others(monkeypatch):
-    seen, real = [], drafts.run_requests
+@pytest.fixture
+def answered(monkeypatch):
+    """What drafted, and the completion, of every request that is run. All launches that may be of rounds are."""
+    found, real = [], drafts.run_requests
 
     def run(engine, requests, **options):
         for request, completion in real(engine, requests, **options):
-            seen.append((options["draft"], len(completion.token_ids), completion.rounds > 0))
+            found.append((options["draft"], completion))
             yield request, completion
 
     monkeypatch.setattr(drafts, "run_requests", run)
     monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
+    return found
+
+
+def test_answers_with_drafts_take_turns_with_others(answered):
     (row,) = rows_of("window:8+56", acceptance=0.9, repeats=None)
-    assert [each[:2] for each in seen] == 3 * [(None, 140), ("window:8+56", 140)]
-    assert seen[-1] == ("window:8+56", 140, True)
-    assert not any(found for draft, _, found in seen if draft is None)
+    assert [(draft, len(done.token_ids)) for draft, done in answered] == 3 * [(None, 140), ("window:8+56", 140)]
+    assert answered[-1][1].rounds > 0
+    assert not any(done.rounds for draft, done in answered if draft is None)
     assert row["times"] == row["plain_s"] / row["drafted_s"]
     assert 1 <= row["tokens_per_round"] <= drafts.TOKENS
     assert draft_round_cells(row)[5:8] == ("`dense`", "`window:8+56`", "0.9")
     assert rounds.accept is accept, "only rounds that are compiled inside are replayed"
 
 
-def test_a_text_that_repeats_is_looked_up(monkeypatch):
-    said, real = [], drafts.run_requests
-
-    def run(engine, requests, **options):
-        for request, completion in real(engine, requests, **options):
-            said.append(completion.token_ids)
-            yield request, completion
-
-    monkeypatch.setattr(drafts, "run_requests", run)
-    monkeypatch.setattr(Drafting, "next", lambda self, ready: self._launches[1])
+def test_a_text_that_repeats_is_looked_up(answered):
     (row,) = rows_of("lookup", acceptance=None, repeats=(64, 16))
     vocab_size = config_of("tiny", 1, "float32").vocab_size
     text = drafts.repeating_text(vocab_size, 244, 140, 64, 16)
-    assert said == 6 * [tuple(text[244:])]
+    assert [done.token_ids for _, done in answered] == 6 * [tuple(text[244:])]
     assert (row["round"], 2 < row["tokens_per_round"] < 16) == (BY_LOOKUP[0], True)
     assert rounds.sample is sample
 
