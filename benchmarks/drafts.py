@@ -164,16 +164,24 @@ def _with_draft_weights(model: CausalLM, weights: str | None) -> CausalLM:
 
 
 def _seconds_per_token(engine: FakeEngine, prompt: list[int], answer: int, slots: int, draft: str | None) -> tuple[float, list[Any]]:
-    """Seconds of a token of each request, behind the first `SKIPPED`, and the completions."""
-    times: list[float] = []
+    """Seconds of a token of each request, behind the first `SKIPPED`, and the completions. The clock begins when a
+    launch is read: the tokens of one come together, so those before its last one took no time."""
+    times: list[tuple[int, float]] = []  # of each token: how many launches there were when it was read, and the clock
+
+    def note(*_: Any) -> None:
+        times.append((len(engine.dispatch_s), time.perf_counter()))
+
     requests = [Request(prompt, Sampling(max_new_tokens=answer, ignore_eos=True))] * slots
     done = []
-    for _, completion in run_requests(engine, requests, slots=slots, draft=draft, on_token=lambda *_: times.append(time.perf_counter())):
+    for _, completion in run_requests(engine, requests, slots=slots, draft=draft, on_token=note):
         if completion.error is not None:
             raise completion.error
         done.append(completion)
-    skipped = SKIPPED * slots
-    return (times[-1] - times[skipped]) * slots / (len(times) - 1 - skipped), done
+    launch, _ = times[SKIPPED * slots]
+    begun = max(number for number, (count, _) in enumerate(times) if count == launch)
+    if begun == len(times) - 1:
+        raise ValueError(f"an answer of {answer} tokens ends with the launch in which the clock begins: use a longer one")
+    return (times[-1][1] - times[begun][1]) * slots / (len(times) - 1 - begun), done
 
 
 def rounds_command(

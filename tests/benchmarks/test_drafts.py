@@ -1,5 +1,7 @@
 """Drafts, counted and timed on tiny models: rows say what ran, and a replayed share of right drafts comes out."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import kvjax
@@ -11,9 +13,9 @@ from kvjax.scheduler.drafting import BY_LOOKUP, Drafting
 from kvjax.serving.bench.decode import config_of
 
 
-def rows_of(draft, **given):
-    sizes = {"lengths": (384,), "policy": "dense", "draft": draft, "weights": None, "draft_weights": None, "cache_format": None}
-    return drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=140, rounds=1, **given)
+def rows_of(draft, answer=140, **given):
+    sizes = {"lengths": (244 + answer,), "policy": "dense", "draft": draft, "weights": None, "draft_weights": None, "cache_format": None}
+    return drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=answer, rounds=1, **given)
 
 
 @pytest.fixture
@@ -43,9 +45,9 @@ def test_answers_with_drafts_take_turns_with_others(answered):
 
 
 def test_a_text_that_repeats_is_looked_up(answered):
-    (row,) = rows_of("lookup", acceptance=None, repeats=(64, 16))
+    (row,) = rows_of("lookup", answer=268, acceptance=None, repeats=(64, 16))
     vocab_size = config_of("tiny", 1, "float32").vocab_size
-    text = drafts.repeating_text(vocab_size, 244, 140, 64, 16)
+    text = drafts.repeating_text(vocab_size, 244, 268, 64, 16)
     assert [done.token_ids for _, done in answered] == 6 * [tuple(text[244:])]
     assert (row["round"], 2 < row["tokens_per_round"] < 16) == (BY_LOOKUP[0], True)
     assert rounds.sample is sample
@@ -57,6 +59,27 @@ def test_a_repeating_text_copies_its_prompt():
     for start in (200, 280):
         copied = text[start : start + 64]
         assert any(text[at : at + 64] == copied for at in range(200 - 64))
+
+
+def test_tokens_that_come_together_with_the_first_timed_one_do_not_count(monkeypatch):
+    """Launches of 50 tokens take 5 s each; the first one that is timed begins after token 149."""
+    now, engine = [0.0], SimpleNamespace(dispatch_s=[])
+    monkeypatch.setattr(drafts.time, "perf_counter", lambda: now[0])
+
+    def run(engine, requests, *, on_token, **_):
+        for token in range(300):
+            if token % 50 == 0:
+                engine.dispatch_s.append(0.1)
+                now[0] += 5.0
+            on_token()
+        yield requests[0], SimpleNamespace(error=None)
+
+    monkeypatch.setattr(drafts, "run_requests", run)
+    seconds, _ = drafts._seconds_per_token(engine, [1], 300, 1, "lookup")
+    assert seconds == pytest.approx(0.1)
+    monkeypatch.setattr(drafts, "SKIPPED", 270)
+    with pytest.raises(ValueError, match="an answer of 300 tokens ends with the launch"):
+        drafts._seconds_per_token(engine, [1], 300, 1, "lookup")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
