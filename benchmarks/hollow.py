@@ -18,7 +18,7 @@ from kvjax.cache import PagedKV
 from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.engine.engine import Engine
 from kvjax.engine.sequence import CachedSequence
-from kvjax.engine.step_plan import Chunk, Decoded, Prefilled, StepPlan, StepResult
+from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.model.config import ModelConfig, uniform_config
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
@@ -129,11 +129,10 @@ class FakeEngine(Engine):
         self.packed = launched.results[1]
         return launched
 
-    def _sent(self, decoded: Decoded) -> Decoded:
+    def _send(self, packed: jax.Array) -> None:
         started = time.perf_counter()
-        super()._sent(decoded)
+        super()._send(packed)
         self.dispatch_s[-1] += time.perf_counter() - started
-        return decoded
 
 
 class PassingDecoder(TransformerDecoder):

@@ -852,13 +852,17 @@ class Engine:
         launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, **sizes)
         sampled, packed, *following = launched.results
         drafted = sampled.accepted is not None
-        if not self._pool.on_cpu:  # there the host reads the array in place
-            packed.copy_to_host_async()
+        self._send(packed)
         if drafted:
             kept = np.asarray(sampled.accepted) if launch is None else count_tokens_that_stay(np.asarray(packed))
         self._keep(launched, kept if drafted else group.written)
         self._sampled = None if drafted or sampled.counts is not None else sampled.tokens
         return Decoded(sampled, self.last_reads, packed, *following)
+
+    def _send(self, packed: Array) -> None:
+        """Begin to copy a step's results to the host."""
+        if not self._pool.on_cpu:  # there the host reads the array in place
+            packed.copy_to_host_async()
 
     def _launch(
         self,

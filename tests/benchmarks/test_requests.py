@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks import compiling, replicas, report, traffic
 from benchmarks import host as host_time
 from benchmarks import tables as scheduling
 from benchmarks.hollow import FakeEngine, random_model
+from kvjax.engine.engine import Engine
 from kvjax.engine.step_plan import Chunk, StepPlan
 from kvjax.serving.bench.decode import config_of
 
@@ -70,6 +72,16 @@ def test_every_step_of_the_host_benchmark_is_taken():
     assert len(engine.dispatch_s) == len(engine.release_s) == 40
     close()
     assert not engine.sequences
+
+
+def test_what_starts_the_copy_of_results_counts_as_dispatch(monkeypatch):
+    monkeypatch.setattr(Engine, "_send", lambda self, packed: time.sleep(0.02))
+    engine = FakeEngine(host_time.passing_model(1), "dense", pages=8, batch_buckets=(1,), prefill_chunk=128)
+    run, close = host_time._engine_steps(engine, [100], 4)
+    for _ in range(4):
+        run()
+    close()
+    assert min(engine.dispatch_s) >= 0.02
 
 
 @pytest.mark.long
