@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.axes import check_mesh, plan_sizes, several_processes
-from kvjax.cache import Cache, PageAllocator
+from kvjax.cache import PageAllocator
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.page_manager import PageManager, pages_for
 from kvjax.cache.page_tables import table_width
@@ -28,7 +28,7 @@ from kvjax.compilation import CompileAhead, use_compilation_cache
 from kvjax.engine import PREFILL_CHUNK
 from kvjax.engine.call_lock import CallLock, guarded
 from kvjax.engine.capacity import Capacity
-from kvjax.engine.decode_batch import DecodeBatch, Written
+from kvjax.engine.decode_batch import DecodeBatch, Launched, Written
 from kvjax.engine.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
 from kvjax.engine.page_eviction import PageEviction
@@ -51,6 +51,7 @@ from kvjax.engine.step_plan import (
     check_plan,
     host_tokens,
     padded_rows,
+    step_key,
 )
 from kvjax.engine.steps import StepInputs, StepProgram, StepStatic, decode_and_sample, decode_step
 from kvjax.engine.store_options import StoreOptions, check_stores
@@ -73,25 +74,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Launched:
-    """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the
-    cache."""
-
-    policy: DecodePolicy
-    slots: DecodeBatch
-    results: list[Any]
-    states: tuple[Any, ...]
-    cache: Cache
-    steps: int = 1
-
-
-def _program(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, launch: Launch | None) -> tuple[Hashable, ...]:
-    """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables."""
-    which = (1,) if launch is None else launch.program_key
-    return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, *which
 
 
 class Engine:
@@ -457,10 +439,11 @@ class Engine:
     def _programs_of(self, group: DecodeGroup) -> list[tuple[DecodePolicy, dict[str, int], Hashable]]:
         """The programs that may run a group's step or launch, each with its policy and widths of page tables; those
         with room for the whole answer first."""
-        longest = int(np.max(group.written)) + max(each.length for each in group.sequences if each is not None)
+        unread = max([slots.unread for slots in self._decode_batches.values()], default=0)
+        longest = unread + int(np.max(group.written)) + max(each.length for each in group.sequences if each is not None)
         policies, rooms = programs_of(self._policy_set.find(group.policy)), (max(longest, group.reach), longest)
         found = itertools.product(rooms, policies)
-        return [(each, widths := self._widths(room), _program(each, widths.values(), group.sampling, group.launch)) for room, each in found]
+        return [(each, widths := self._widths(room), step_key(each, widths.values(), group.sampling, group.launch)) for room, each in found]
 
     def _knows(self, key: Hashable) -> bool:
         return key in self._programs or self._compile_ahead.is_compiled(key)
@@ -477,7 +460,7 @@ class Engine:
         narrow, wide = self._widths(longest), self._widths(reach)
         if narrow == wide or several_processes(self.mesh):
             return reach  # other processes may have compiled more, or less
-        known = [self._knows(_program(policy, widths.values(), rows, launch)) for widths in (narrow, wide)]
+        known = [self._knows(step_key(policy, widths.values(), rows, launch)) for widths in (narrow, wide)]
         if known != [True, False]:
             return reach
         if 4 * longest >= 3 * min(narrow[group.name] * group.page_size for group in self.spec.groups):
@@ -506,7 +489,7 @@ class Engine:
         launch: Launch | None,
     ) -> None:
         call = functools.partial(self._warmup.steps_call, policy, sequences, widths, rows, launch and launch.shapes())
-        self._compile_ahead.begin(_program(policy, widths.values(), rows, launch), call)
+        self._compile_ahead.begin(step_key(policy, widths.values(), rows, launch), call)
 
     def _widths(self, tokens: int) -> dict[str, int]:
         """The widths of page tables whose longest row has so many tokens, by layer group."""
@@ -545,7 +528,7 @@ class Engine:
     @guarded
     def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's pages back. It cannot be used afterwards."""
-        self._check_live([sequence], ready=False)
+        check_usable([sequence], self.sequences, None)
         if self._reuse is not None:
             self._reuse.freed(sequence)
         self._page_manager.keep_written(sequence, 0)
@@ -756,7 +739,7 @@ class Engine:
         self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
         with contextlib.ExitStack() as reserved:
             for group in groups:
-                slots = self._filled(self.declared(group.policy), group.sequences, group.written)
+                slots = self._filled(self.declared(group.policy), group.sequences, group.written, group.launch)
                 reserved.enter_context(self._reserved(*slots.lacking(group.written)))
             for chunk in chunks:
                 reserved.enter_context(self._started(chunk))
@@ -786,6 +769,7 @@ class Engine:
             self._reuse.adopt(sequence, prompt, cache_salt)
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
+        self.settle()
         check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
 
     def _reusing(self) -> Reuse:
@@ -842,7 +826,7 @@ class Engine:
         return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
 
     def _decode(self, group: DecodeGroup) -> Decoded:
-        """Run a group that was checked, and keep its result. Waits for the device if it had drafts."""
+        """Run a group that was checked, and keep its result. Waits for the device if a step had drafts."""
         launch, step, sampling = group.launch, decode_and_sample, (self._on_device(group.sampling), group.counts)
         if launch is not None:
             step, sampling = decode_steps, (*sampling, *launch.arrays)
@@ -853,11 +837,27 @@ class Engine:
         sampled, packed, *following = launched.results
         drafted = sampled.accepted is not None
         self._send(packed)
-        if drafted:
-            kept = np.asarray(sampled.accepted) if launch is None else count_tokens_that_stay(np.asarray(packed))
-        self._keep(launched, kept if drafted else group.written)
+        if drafted and launch is not None and self._needs_no_counts(launched):
+            launched.slots.launched_ahead(launched.cache, packed, launch.most)
+        else:
+            if drafted:
+                kept = np.asarray(sampled.accepted) if launch is None else count_tokens_that_stay(np.asarray(packed))
+            self._keep(launched, kept if drafted else group.written)
         self._sampled = None if drafted or sampled.counts is not None else sampled.tokens
         return Decoded(sampled, self.last_reads, packed, *following)
+
+    def _needs_no_counts(self, launched: Launched) -> bool:
+        """Whether the next rounds can be launched before the host knows how many tokens of these stay."""
+        policy, manager = launched.policy, self._page_manager
+        plain = self._policy_set.states.stateless(policy) and not is_watched(policy) and not self._page_eviction.gives_back(policy)
+        return plain and not (manager.has_windows or self._pool.frames)
+
+    def settle(self, packed: Array | None = None) -> None:
+        """Wait for rounds of drafting: a plan of rounds may return before it is known how many tokens they wrote, and
+        until then the sequences have their earlier lengths. packed: of `Decoded`, up to which; None: all. Every call
+        that uses a sequence, except `free`, waits by itself."""
+        for slots in self._decode_batches.values():
+            slots.settle(packed)
 
     def _send(self, packed: Array) -> None:
         """Begin to copy a step's results to the host."""
@@ -879,7 +879,7 @@ class Engine:
         """Launch a decode step over padded slots, with pages for the tokens that it writes. sampling: the fields of
         `StepInputs` after the states. launch, reach: of `DecodeGroup`."""
         policy = self.declared(policy)
-        slots = self._filled(policy, padded, written)
+        slots = self._filled(policy, padded, written, launch)
         sequences, counts = slots.lacking(written)
         with self._reserved(sequences, counts) if sequences else contextlib.nullcontext():
             return self._run(step, slots, tokens, policy, sampling, written, launch, reach)
@@ -912,7 +912,7 @@ class Engine:
         cache, following = slots.cache(self._pool, written, room)
         widths = [cache.page_tables[group.name].shape[1] for group in cache.spec.groups]
         if sampled:
-            key = _program(policy, widths, sampling[0], launch)
+            key = step_key(policy, widths, sampling[0], launch)
             self._compile_ahead.wait(key)
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
@@ -976,8 +976,11 @@ class Engine:
                 counts = [min(each, 1) for each in counts]
             self._page_eviction.after_step(launched.policy, slots.live, counts)
 
-    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> DecodeBatch:
-        """The slots of a policy's batches of this size, with these sequences in them."""
+    def _filled(
+        self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written, launch: Launch | None
+    ) -> DecodeBatch:
+        """The slots of a policy's batches of this size, with these sequences in them. Waits for rounds in flight, if
+        they have to be known before this launch."""
         slots = self._decode_batches.get((len(padded), policy))
         if slots is None:
             slots = self._decode_batches[len(padded), policy] = DecodeBatch(self.spec, len(padded), self._pool.put)
@@ -988,5 +991,7 @@ class Engine:
             slots.fill(padded)
         elif self._runs:
             self._check_live(slots.live)
+        elif launch is None or launch.draft is None or not slots.has_room_ahead(launch.most):
+            slots.settle()
         self.check_length(slots.longest_after(written), policy)
         return slots

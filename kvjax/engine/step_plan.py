@@ -6,7 +6,7 @@ Decode steps and chunks of prefill are separate calls, never fused, so what a ch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,11 @@ class Launch:
         return self.ends, self.history
 
     @property
+    def most(self) -> int:
+        """The most tokens that it writes in a row."""
+        return int(np.max(self.written))
+
+    @property
     def program_key(self) -> tuple[Any, ...]:
         """What its program is compiled for, besides what every step's is."""
         return self.steps, self.draft, *self.ends.stop_ids.shape, *(() if self.history is None else self.history.shape)
@@ -63,6 +68,12 @@ class Launch:
         """The same with shapes in place of arrays."""
         history = None if self.history is None else shape_of(self.history.shape, np.int32)
         return dataclasses.replace(self, ends=Ends.shape_of(*self.ends.stop_ids.shape), history=history)
+
+
+def step_key(policy: DecodePolicy, widths: Iterable[int], rows: SamplingRows, launch: Launch | None) -> tuple[Hashable, ...]:
+    """What a program of sampled decode steps is compiled for, beside the engine itself. widths: of the page tables."""
+    which = (1,) if launch is None else launch.program_key
+    return policy, len(rows.temperature), *widths, rows.draws, rows.penalises, rows.ranks, *which
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

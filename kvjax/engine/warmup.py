@@ -176,7 +176,7 @@ class Warmup:
         tokens = shape_of((size,), np.int32, placed) if tokens is None else tokens
         rows = jax.tree.map(lambda each: shape_of(each.shape, each.dtype, placed), rows)
         counts_of = {group.name: pages_of_step(group.page_size) for group in self.groups.spec.groups}
-        following = {name: shape_of((size, count), np.int32, placed) for name, count in counts_of.items()}
+        following = {name: shape_of((size, 1 + count), np.int32, placed) for name, count in counts_of.items()}
         active = shape_of((size,), bool, placed)
         inputs = StepInputs(self.model.params, cache, tokens, active, states, rows, counts, following=following)
         static = StepStatic(self.model.decoder, policy, self.declared.indexes, self.pool.shards)

@@ -265,7 +265,7 @@ class ActiveBatch:
     def drafted(self, accepted: Int32[np.ndarray, "B"], rounds: Int[np.ndarray, "B"]) -> None:
         """Rounds have run, in which so many tokens of each slot stay."""
         self.left = np.maximum(self.left - accepted, 0)
-        self.steps = min(self.left[self._slots].tolist())
+        self.steps = min(self.left[self._slots].tolist()) if self.steps else 0
         for slot, sample in zip(self._slots, self._stepping, strict=True):
             sample.issued = min(sample.issued + int(accepted[slot]), sample.sampling.max_new_tokens)
             sample.rounds += int(rounds[slot])
@@ -273,7 +273,7 @@ class ActiveBatch:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, with those in flight."""
+        """Tokens of the longest sequence, with those of steps in flight."""
         return max((sample.state.prompt_tokens + sample.issued for sample in self._stepping), default=0)
 
     def buffer(self, packed: Int32[np.ndarray, "B C"]) -> bool:
@@ -317,15 +317,16 @@ class PendingStep:
     """Tokens in flight to the host: the sample of each row, and the array that `kvjax.engine.step_output.pack` made.
 
     Of several steps in one launch, packed has an axis N first. active: that of their decode step; None: a first token,
-    from prefill. left: the number of the step that may bring a sample's last token, counted from 1. accepted: of a
-    round of drafting, how many tokens of each slot stay; then packed has an axis of the round's tokens first, and -1
-    for a token that does not stay.
+    from prefill. left: the number of the step that may bring a sample's last token, counted from 1. rounds: the launch,
+    if it is of rounds of drafting; then packed has an axis of its tokens first, and -1 for a token that does not stay.
+    accepted: how many tokens of each slot stay in them; None before `wait`.
     """
 
     samples: Sequence[Sample | None]
     packed: Int32[Array, "*N B C"]
     active: ActiveBatch | None = None
     left: int = 1
+    rounds: Launch | None = None
     accepted: Int32[np.ndarray, "B"] | None = None
 
     @property
@@ -340,12 +341,15 @@ class PendingStep:
 
     @property
     def tokens(self) -> float:
-        """New tokens of a sample, the mean."""
+        """New tokens of a sample, the mean. After `wait`."""
         return self.steps if self.accepted is None else max(1.0, float(self.accepted.sum() / max(1, (self.accepted > 0).sum())))
 
     def wait(self) -> Int32[np.ndarray, "*N B C"]:
         """Wait for the tokens."""
         self.packed = np.asarray(self.packed)
+        if self.rounds is not None and self.accepted is None:
+            self.accepted = count_tokens_that_stay(self.packed)
+            self.active.drafted(self.accepted, (self.packed[:: self.rounds.draft.tokens, :, TOKENS] >= 0).sum(axis=0))
         return self.packed
 
 
@@ -360,7 +364,7 @@ class Batch:
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
         self._active = ActiveBatch(self.samples)
-        self._drafted = 1  # tokens of a round
+        self._rounds: PendingStep | None = None  # of drafting, if the latest launch was of rounds
         self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
 
     def __len__(self) -> int:
@@ -399,10 +403,30 @@ class Batch:
             self._counts = self._counts if rows.penalises else None
         given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
         launch = self._launch(steps)
-        if rounds is not None and self._active.longest + rounds.written <= longest:
-            history = None if rounds.draft.policy is not None else self._history_shape(rounds.written)
-            launch, self._drafted = dataclasses.replace(rounds, ends=self._device_ends(), history=history), rounds.draft.tokens
+        if rounds is not None and (most := self._active.longest + self._ahead(rounds)) <= longest:
+            history = None if rounds.draft.policy is not None else self._history_shape(most)
+            launch = dataclasses.replace(rounds, ends=self._device_ends(), history=history)
         return DecodeGroup(*given, launch=launch, reach=self._active.reach)
+
+    @property
+    def in_flight(self) -> int:
+        """The most tokens of a sample that rounds in flight make; 0: none are."""
+        return 0 if self._rounds is None or self._rounds.accepted is not None else self._rounds.rounds.most
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether rounds are in flight, and all samples need more tokens than they make."""
+        return 0 < self.in_flight < self._active.steps
+
+    def continues(self, rounds: Launch) -> bool:
+        """Whether these rounds are as those in flight, and so do not have to wait until these are read."""
+        latest = self._rounds.rounds
+        same = latest.history is None or latest.history.shape == self._history_shape(self._active.longest + self._ahead(rounds)).shape
+        return latest.draft == rounds.draft and same
+
+    def _ahead(self, rounds: Launch) -> int:
+        """How many more tokens than the host has read of a sample rounds come to, at most."""
+        return self.in_flight + rounds.most
 
     def _launch(self, steps: int) -> Launch | None:
         active = self._active
@@ -410,9 +434,9 @@ class Batch:
             return None
         return Launch(steps, self._device_ends(), steps if active.steps >= steps else np.minimum(active.left, steps))
 
-    def _history_shape(self, more: int) -> jax.ShapeDtypeStruct:
-        """Of the tokens of each slot, with room for so many more: a power of two, so that few programs are compiled."""
-        return shape_of((self.size, 1 << (self._active.longest + more - 1).bit_length()), np.int32)
+    def _history_shape(self, most: int) -> jax.ShapeDtypeStruct:
+        """Of up to so many tokens of each slot: a power of two, so that few programs are compiled."""
+        return shape_of((self.size, 1 << (most - 1).bit_length()), np.int32)
 
     def with_history(self, group: DecodeGroup) -> DecodeGroup:
         """The group with the tokens of each slot, if its drafts are looked up. All tokens must have been read."""
@@ -435,16 +459,13 @@ class Batch:
             self._ends = jax.device_put(Ends(self._active.left.astype(np.int32), stop_ids))
         return self._ends
 
-    def launched(self, decoded: Decoded) -> PendingStep:
-        """The step of `group` was launched, or its steps or its round."""
+    def launched(self, group: DecodeGroup, decoded: Decoded) -> PendingStep:
+        """The step of a `group` was launched, or its steps or rounds."""
         self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
-        self._ends, self._history = decoded.ends, decoded.history
+        self._ends, self._history, self._rounds = decoded.ends, decoded.history, None
         if decoded.sampled.accepted is not None:
-            packed = np.asarray(decoded.packed)
-            accepted = count_tokens_that_stay(packed)
-            rounds = (packed[:: self._drafted, :, TOKENS] >= 0).sum(axis=0)
-            self._active.drafted(accepted, rounds)
-            return PendingStep(self._active.samples, decoded.packed, self._active, 0, accepted)
+            self._rounds = PendingStep(self._active.samples, decoded.packed, self._active, 0, group.launch)
+            return self._rounds
         left = self._active.steps
         step = PendingStep(self._active.samples, decoded.packed, self._active, left)
         self._active.launched(step.steps)

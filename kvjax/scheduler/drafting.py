@@ -20,15 +20,15 @@ from kvjax.policies.decode.naming import LOOKUP, drafts_named
 
 logger = logging.getLogger(__name__)
 
-BY_POLICY, BY_LOOKUP = (8, 4), (16, 8)
+BY_POLICY, BY_LOOKUP = (8, 4), (16, 4)
 """Most tokens of a sequence in a round, fewer if kernels could not verify those of all rows together; and most rounds
-of a launch. Between two launches the device waits for the host. A round of tokens that are looked up is one step."""
+of a launch. Two launches are in flight."""
 
-PLAIN, ROUNDS = 8, 4
-"""Launches of steps, and of rounds, that are timed before they are compared."""
+PLAIN, ROUNDS = 8, 128
+"""Launches of steps, and tokens of rounds, that are timed before they are compared. Drafts that are right come in runs."""
 
-TOO_SLOW = 1.25
-"""Rounds that take so many times as long as what is known to be faster end after one launch."""
+TOO_SLOW = 8
+"""Rounds are compared at once when they have lost the time of so many tokens against what is known to be faster."""
 
 LOSS, REST = 0.02, 64
 """After rounds that took longer, what is faster runs until what was lost is at most this share of the time; at least
@@ -69,9 +69,9 @@ class Drafting:
     def __init__(self, drafts: Sequence[Draft], page_size: int):
         self._launches: list[Launch | None] = [None]  # of steps first
         for draft in drafts:
-            # A launch writes to as many pages as any: a page's end may lie within it, but not two.
+            # The two in flight write to as many pages as one launch: a page's end may lie within them, but not two.
             _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
-            rounds = max(1, min(most, (page_size + 1) // draft.tokens))
+            rounds = max(1, min(most, (page_size + 1) // (2 * draft.tokens)))
             self._launches.append(Launch(rounds, None, rounds * draft.tokens, draft))
         self._best = self._now = self._running = 0  # what is fastest, what is timed, and what the latest launch was
         self._pace: dict[int, float] = {}  # seconds of a token
@@ -99,7 +99,11 @@ class Drafting:
         if last is None or which != self._now or first:
             return  # rounds wait for their program, or for a request that starts
         self._count, self._tokens, self._seconds = self._count + 1, self._tokens + tokens, self._seconds + now - last
-        if self._count >= (ROUNDS if which else PLAIN) or (which and self._seconds > TOO_SLOW * self._tokens * self._least):
+        if not which:
+            known = self._count >= PLAIN
+        else:
+            known = self._tokens >= ROUNDS or self._seconds > (self._tokens + TOO_SLOW) * self._least
+        if known:
             self._judge(which)
 
     @property
@@ -118,6 +122,7 @@ class Drafting:
             lost = seconds - self._tokens * self._pace[self._best]
         self._pace[which] = pace
         if which and lost > 0:
+            lost *= 1 + 1 / self._count  # one more launch is in flight
             self._rest = max(REST * self._pace[self._best], lost / LOSS)
             self._say(which, f"none for {self._rest:.0f} s")
         elif which != self._best:

@@ -476,18 +476,20 @@ class Scheduler:
         if result is None:
             return 0
         self._single_step = False
-        pending = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
+        pending = [batch.launched(group, decoded) for (batch, group), decoded in zip(groups, result.decodes, strict=True)]
         self._read()
         self._pending, self._slices_before = pending, self._slices
         self._prefilled(result.chunks)
-        if any(step.accepted is not None for step in pending):
-            self._read()  # all of it is there, and says which samples go on
+        if any(step.rounds is not None and step.packed.is_ready() for step in pending):
+            self._read()  # the engine had to wait for them
         return slices
 
     def _groups(self, steps: int, *, drafts: bool = False) -> list[tuple[Batch, DecodeGroup]]:
         """The batches with samples that want more tokens, and so many steps of each, or a round of drafting. By "auto"
         it is one step until the program of several is compiled, because one step needs no other program."""
         groups = []
+        if not drafts and any(step.rounds is not None for step in self._pending):
+            self._read()
         for batch in self._batches.values():
             group = self._rounds(batch) if drafts and self._drafts else None
             if (group := group or batch.group(steps)) is not None:
@@ -500,20 +502,21 @@ class Scheduler:
         return groups
 
     def _rounds(self, batch: Batch) -> DecodeGroup | None:
-        """The next rounds of a batch; None: it steps, because that is faster, or until their program is compiled."""
+        """The next rounds of a batch; None: it steps, which is faster, or their program is not compiled yet. What is
+        in flight is read first, except rounds that are to go on."""
         longest = self.engine.config.max_positions
+        goes_on = batch.goes_on and len(self._batches) == 1
+        if batch.in_flight and not goes_on:
+            self._read()
 
         def ready(rounds: Launch) -> bool:
             group = batch.group(1, rounds, longest)
             return group is not None and group.launch is not None and self.engine.has_program(group)
 
         rounds = self._drafting_of(batch.policy).next(ready)
-        if rounds is None:
-            return None
-        group = batch.group(1, rounds, longest)
-        if self._pending:  # steps before rounds are read first: their time is not that of the rounds
-            self._read()
-            group = batch.group(1, rounds, longest)
+        if self._pending and not (rounds is not None and goes_on and batch.continues(rounds)) and (rounds is not None or goes_on):
+            self._read()  # the time of steps is not that of the rounds after them
+        group = None if rounds is None else batch.group(1, rounds, longest)
         return group and batch.with_history(group)
 
     def _drafting_of(self, policy: DecodePolicy) -> Drafting:
@@ -544,6 +547,8 @@ class Scheduler:
             self._make_room(error)
         except Exception as error:
             self._pending = []
+            with contextlib.suppress(Exception):
+                self.engine.settle()
             for state in dict.fromkeys([*(sample.state for sample in self._started()), *filter(None, [self._prefilling])]):
                 self._end(state, error)
             raise
@@ -554,17 +559,19 @@ class Scheduler:
         pending, self._pending = self._pending, []
         steps, began = [step for step in pending if step.active is not None], time.perf_counter()
         for step in pending:
+            if step.rounds is not None:
+                self.engine.settle(step.packed)
             step.wait()
-        if not pending:  # after rounds, which were read when they were launched, or where nothing ran
+        if not pending:  # nothing ran
             self._launches.interrupted()
         elif not steps:
             self._interrupted()
-        elif steps[-1].accepted is None:
+        elif steps[-1].rounds is None:
             self._launches.read(steps[-1].steps, time.perf_counter() - began)
         else:
             self._launches.interrupted()
         for step in steps if self._drafts else ():
-            self._drafting_of(step.policy).ended(step.tokens, drafted=step.accepted is not None)
+            self._drafting_of(step.policy).ended(step.tokens, drafted=step.rounds is not None)
         for step in pending:
             taken, ended = read(step, listening=self.on_token is not None)
             self._ended = self._ended or ended
