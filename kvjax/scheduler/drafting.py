@@ -25,7 +25,7 @@ BY_POLICY, BY_LOOKUP = (8, 4), (16, 4)
 of a launch. Two launches are in flight."""
 
 PLAIN, ROUNDS = 8, 128
-"""Launches of steps, and tokens of rounds, that are timed before they are compared. Drafts that are right come in runs."""
+"""Launches of steps, and tokens of rounds, that are timed before they are compared. Right drafts come in runs."""
 
 TOO_SLOW = 8
 """Rounds are compared at once when they have lost the time of so many tokens against what is known to be faster."""

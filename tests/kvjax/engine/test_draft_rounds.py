@@ -307,12 +307,13 @@ def test_rounds_that_take_longer_end_and_are_tried_again(monkeypatch):
     run(turns, PLAIN + 1, drafted=False, token_s=0.01, tokens=1)
     assert turns.next(bool).written == 32
     run(turns, 1, drafted=True, token_s=1.0, tokens=20)
-    launches = -(-ROUNDS // 20)
-    run(turns, 5 * launches, drafted=True, token_s=0.005, tokens=20)
+    run(turns, 5 * -(-ROUNDS // 20), drafted=True, token_s=0.005, tokens=20)
     assert turns.next(bool) is not None, "they are faster"
-    run(turns, launches, drafted=True, token_s=0.011, tokens=20)
+    run(turns, 4, drafted=True, token_s=0.011, tokens=20)
+    assert turns.next(bool) is not None, "as much as TOO_SLOW is lost, and no more"
+    run(turns, 1, drafted=True, token_s=0.011, tokens=20)
     assert turns.next(bool) is None
-    lost = (launches + 1) * 20 * 0.001
+    lost = (5 + 1) * 20 * 0.001
     rest = round(lost / (LOSS * 0.01))
     run(turns, rest - PLAIN, drafted=False, token_s=0.01, tokens=1)
     assert turns.next(bool) is None, "what was lost is more than a fiftieth of the time"
