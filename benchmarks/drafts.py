@@ -7,6 +7,7 @@ that repeats: there the model's tokens are replaced by those of a text, and a dr
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import statistics
@@ -164,24 +165,34 @@ def _with_draft_weights(model: CausalLM, weights: str | None) -> CausalLM:
 
 
 def _seconds_per_token(engine: FakeEngine, prompt: list[int], answer: int, slots: int, draft: str | None) -> tuple[float, list[Any]]:
-    """Seconds of a token of each request, behind the first `SKIPPED`, and the completions. The clock begins when a
-    launch is read: the tokens of one come together, so those before its last one took no time."""
+    """Seconds of a token of each request, behind the first `SKIPPED` and while none has ended, and the completions. The
+    clock begins and ends when a launch is read: the tokens of one come together, so those before its last one took no
+    time."""
     times: list[tuple[int, float]] = []  # of each token: how many launches there were when it was read, and the clock
+    lengths: collections.Counter[int] = collections.Counter()
+    whole: list[int] = []  # tokens when a request ended
 
-    def note(*_: Any) -> None:
+    def note(request: Request, *_: Any) -> None:
         times.append((len(engine.dispatch_s), time.perf_counter()))
+        lengths[id(request)] += 1
+        if lengths[id(request)] == answer:
+            whole.append(len(times))
 
-    requests = [Request(prompt, Sampling(max_new_tokens=answer, ignore_eos=True))] * slots
+    requests = [Request(prompt, Sampling(max_new_tokens=answer, ignore_eos=True)) for _ in range(slots)]
     done = []
     for _, completion in run_requests(engine, requests, slots=slots, draft=draft, on_token=note):
         if completion.error is not None:
             raise completion.error
         done.append(completion)
     launch, _ = times[SKIPPED * slots]
-    begun = max(number for number, (count, _) in enumerate(times) if count == launch)
-    if begun == len(times) - 1:
+    last, _ = times[whole[0] - 1]
+    if launch >= last:
         raise ValueError(f"an answer of {answer} tokens ends with the launch in which the clock begins: use a longer one")
-    return (times[-1][1] - times[begun][1]) * slots / (len(times) - 1 - begun), done
+    begun = max(number for number, (count, _) in enumerate(times) if count == launch)
+    end = max(number for number, (count, _) in enumerate(times) if count < last)
+    if begun == end:
+        raise ValueError(f"an answer of {answer} tokens ends with the launch after that in which the clock begins: use a longer one")
+    return (times[end][1] - times[begun][1]) * slots / (end - begun), done
 
 
 def rounds_command(
@@ -197,7 +208,7 @@ def rounds_command(
     draft_weights: DraftWeightsOption = "none",
     cache_format: BenchFormatOption = None,
     slots: Annotated[int, typer.Option(help="Sequences that are decoded together.", **whole())] = 1,
-    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(SKIPPED + 2))] = 512,
+    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(2 * SKIPPED))] = 1024,
     rounds: Annotated[int, typer.Option(help="Timed answers of each kind.", **whole())] = 3,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,

@@ -120,9 +120,7 @@ def job_cells(row: Row) -> tuple[str, ...]:
 def draft_round_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds of a token, without drafts and with them."""
     policies = f"`{row['policy']}`", _draft_text(row)
-    counted = row["answer"] - 129  # of older rows, some of which came in the launch in which the clock began
-    more = counted / (counted - row.get("early_tokens", 0))
-    times = f"{row['plain_s'] * 1e3:.2f}", f"{row['drafted_s'] * 1e3 * more:.2f}", f"{row['times'] / more:.2f}"
+    times = f"{row['plain_s'] * 1e3:.2f}", f"{row['drafted_s'] * 1e3:.2f}", f"{row['times']:.2f}"
     right = "copies" if row["acceptance"] is None else f"{row['acceptance']:g}"
     counts = right, f"{row['tokens_per_round']:.1f} of {row['round']}"
     return shape_text(row), tokens_text(row["tokens"]), str(row["slots"]), *_packing(row), *policies, *counts, *times

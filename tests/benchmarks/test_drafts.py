@@ -13,7 +13,7 @@ from kvjax.scheduler.drafting import BY_LOOKUP, Drafting
 from kvjax.serving.bench.decode import config_of
 
 
-def rows_of(draft, answer=140, **given):
+def rows_of(draft, answer=268, **given):
     sizes = {"lengths": (244 + answer,), "policy": "dense", "draft": draft, "weights": None, "draft_weights": None, "cache_format": None}
     return drafts.draft_rows("tiny", config_of("tiny", 1, "float32"), **sizes, slots=1, answer=answer, rounds=1, **given)
 
@@ -35,7 +35,7 @@ def answered(monkeypatch):
 
 def test_answers_with_drafts_take_turns_with_others(answered):
     (row,) = rows_of("window:8+56", acceptance=0.9, repeats=None)
-    assert [(draft, len(done.token_ids)) for draft, done in answered] == 3 * [(None, 140), ("window:8+56", 140)]
+    assert [(draft, len(done.token_ids)) for draft, done in answered] == 3 * [(None, 268), ("window:8+56", 268)]
     assert answered[-1][1].rounds > 0
     assert not any(done.rounds for draft, done in answered if draft is None)
     assert row["times"] == row["plain_s"] / row["drafted_s"]
@@ -62,7 +62,8 @@ def test_a_repeating_text_copies_its_prompt():
 
 
 def test_tokens_that_come_together_with_the_first_timed_one_do_not_count(monkeypatch):
-    """Launches of 50 tokens take 5 s each; the first one that is timed begins after token 149."""
+    """Launches of 50 tokens take 5 s each; the first one that is timed begins after token 149. Nor do tokens of the
+    launch in which the first request ends, nor what comes later."""
     now, engine = [0.0], SimpleNamespace(dispatch_s=[])
     monkeypatch.setattr(drafts.time, "perf_counter", lambda: now[0])
 
@@ -70,13 +71,17 @@ def test_tokens_that_come_together_with_the_first_timed_one_do_not_count(monkeyp
         for token in range(300):
             if token % 50 == 0:
                 engine.dispatch_s.append(0.1)
-                now[0] += 5.0
-            on_token()
+                now[0] += 5.0 if token < 250 else 100.0
+            on_token(requests[0], 0, "")
+        for other in requests[1:]:
+            on_token(other, 0, "")
         yield requests[0], SimpleNamespace(error=None)
 
     monkeypatch.setattr(drafts, "run_requests", run)
-    seconds, _ = drafts._seconds_per_token(engine, [1], 300, 1, "lookup")
-    assert seconds == pytest.approx(0.1)
+    for slots in (1, 2):
+        monkeypatch.setattr(drafts, "SKIPPED", 128 // slots)
+        seconds, _ = drafts._seconds_per_token(engine, [1], 300, slots, "lookup")
+        assert seconds == pytest.approx(0.1 * slots)
     monkeypatch.setattr(drafts, "SKIPPED", 270)
     with pytest.raises(ValueError, match="an answer of 300 tokens ends with the launch"):
         drafts._seconds_per_token(engine, [1], 300, 1, "lookup")
