@@ -41,6 +41,12 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name} must be text, got {shown(value)}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """ValueError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
 def optional_function(name: str, value: object) -> None:
     """ValueError unless the value is a function, or None."""
     if value is not None and not callable(value):
@@ -98,7 +104,7 @@ PROMPTS_REMEDY = "prefill([ids]) for one prompt, and of what a tokenizer returne
 def listed(given: object, what: str, remedy: str) -> list:
     """The items of a list or other iterable. ValueError for anything else, and for text and mappings. what: of what it
     is a list."""
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
         raise ValueError(f"a list of {what} is needed, got {shown(given)}: {remedy}")
     return list(given)
 
@@ -213,7 +219,7 @@ def engine_sizes(page_size: int, prefill_chunk: int, batch_buckets: Sequence[int
     page_size, prefill_chunk = whole_number("page_size", page_size, 1), whole_number("prefill_chunk", prefill_chunk, 1)
     if prefill_chunk % page_size:
         raise ValueError(f"prefill_chunk {prefill_chunk} must be a multiple of page_size {page_size}")
-    sizes = batch_buckets if isinstance(batch_buckets, Iterable) else ()
+    sizes = batch_buckets if isinstance(batch_buckets, list | tuple | range) or getattr(batch_buckets, "ndim", 0) == 1 else ()
     buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in sizes)
     if not buckets or sorted(set(buckets)) != list(buckets):
         raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from kvjax.cache.page_tables import table_width
-from kvjax.checks import TokenIds, check_iterable, check_model, whole_number
+from kvjax.checks import TokenIds, check_flag, check_iterable, check_model, whole_number
 from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_seed
@@ -191,8 +191,8 @@ def generate(
         raise TypeError(f"generate takes a model and prompts; {shown(misplaced[0])} came third: {hint}")
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
-    if not isinstance(details, bool):
-        raise ValueError(f"details must be True or False, got {shown(details)}")
+    check_flag("details", details)
+    check_flag("parse_special", parse_special)
     if stream is not None and not callable(stream):
         raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {shown(stream)}")
     engines = _engines_of(model, "generate") if isinstance(model, Engine | list | tuple) else ()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.checks import whole_number
+from kvjax.checks import check_flag, whole_number
 from pallas_kernels.core.messages import shown
 
 MAX_TOP_LOGPROBS = 20
@@ -121,8 +121,7 @@ class Sampling:
             raise ValueError(f"the stop strings have {characters:,} characters, and {MAX_STOP_CHARACTERS:,} are the most: cut them")
         object.__setattr__(self, "stop", stops)
         for name in ("logprobs", "ignore_eos", "clip"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         for name, least, below in _WHOLE:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least, below))
         object.__setattr__(self, "top_k", max(0, self.top_k))
@@ -293,7 +292,8 @@ class NotFinite(FloatingPointError):
         self.position = position
         super().__init__(
             f"the logits for the token at position {position:,} are not finite (NaN or infinity): load the model in float32 or bfloat16 "
-            "if it runs in float16; if that does not help, check its weights for NaN"
+            "if it runs in float16; if that does not help, check its weights for NaN. With a policy of your own, check that each list "
+            "has a block of the sequence"
         )
 
 

@@ -147,7 +147,7 @@ def padded_rows(
     sequences: Sequence[CachedSequence], tokens: Sequence[Any], buckets: Sequence[int], vocab_size: int
 ) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B T"]]:
     """Slots and tokens of a step, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
-    if not hasattr(tokens, "__len__"):
+    if not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0:
         raise ValueError(f"tokens must be a list with one token of every sequence, or a row of them, got {shown(tokens)}")
     if len(tokens) != len(sequences):
         raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")

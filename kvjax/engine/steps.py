@@ -385,7 +385,9 @@ def decode(
     hidden, (layers, states, listed, tiles, fetched) = decoder.hidden(params, tokens, positions, mix, start)
     if hot is not None:
         hot, copied = count_fetched(hot.replace(tiles=tiles, now=now), fetched)
-    reads = _count_reads(listed, lengths, spec, num_tokens, cache.shards)
+    reads, empty = _count_reads(listed, lengths, spec, num_tokens, cache.shards)
+    if empty is not None:  # a row that reads nothing somewhere has no next token
+        hidden = jnp.where((active & (empty > 0))[:, None, None], jnp.nan, hidden).astype(hidden.dtype)
     if tables:
         reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
     after = cache.replace(layers=layers, hot=hot, lengths=jnp.where(active, lengths, cache.lengths))
@@ -463,9 +465,9 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 
 def _count_reads(
     listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards = ONE_DEVICE
-) -> AttentionStats:
+) -> tuple[AttentionStats, Int[Array, "B"] | None]:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them
-    attends.
+    attends. And how many of the lists have no key of the sequence; None if there are none.
 
     listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted
     together, because separate counts would need a launch each. shards: of a mesh; then the KV heads of all devices
@@ -481,27 +483,31 @@ def _count_reads(
     for layer, blocks in zip(spec.paged, listed, strict=True):
         if blocks is not None:
             kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape, spec.layers[layer].copies), []).append(blocks.ids)
-    sums: dict[int, AttentionStats] = {}  # by copies: one exchange for all kinds
+    sums: dict[int, tuple[Array, ...]] = {}  # by copies: one exchange for all kinds
+    empty = None
     for (size, window, _, copies), ids in kinds.items():
         counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
         sums[copies] = jax.tree.map(jnp.add, sums[copies], counted) if copies in sums else counted
     for copies, counted in sums.items():
-        counted = AttentionStats(*shards.over_heads(copies, counted.blocks, counted.keys))
-        reads = jax.tree.map(jnp.add, reads, counted)
-    return reads
+        *of_lists, without_keys = shards.over_heads(copies, *counted)
+        reads = jax.tree.map(jnp.add, reads, AttentionStats(*of_lists))
+        empty = without_keys if empty is None else empty + without_keys
+    return reads, empty
 
 
 def _count_listed(
     ids: Int[Array, "B L *T K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
-) -> AttentionStats:
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
+    """Blocks listed, keys attended, and lists that have no key of the sequence."""
     if ids.ndim == 5:  # a list per query, which reads only up to its own token
         lengths, num_tokens = lengths[:, None] - num_tokens + 1 + jnp.arange(num_tokens, dtype=jnp.int32), 1
         lengths = lengths[:, None, :, None, None]
     else:
         lengths = lengths[:, None, None, None]
     keys = keys_listed(ids, size, window, lengths, num_tokens)
-    lists = tuple(range(1, ids.ndim))
-    return AttentionStats((ids >= 0).sum(lists, dtype=jnp.int32), keys.sum(lists, dtype=jnp.int32))
+    lists, of_list = tuple(range(1, ids.ndim)), keys.sum(axis=-1, dtype=jnp.int32)
+    counted = (ids >= 0).sum(lists, dtype=jnp.int32), of_list.sum(lists[:-1], dtype=jnp.int32)
+    return *counted, (of_list == 0).sum(lists[:-1], dtype=jnp.int32)
 
 
 def _count_frames(

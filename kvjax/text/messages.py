@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvjax.checks import check_flag
 from kvjax.text.plain_texts import PlainTexts, tokenized
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -124,6 +125,7 @@ def chat_ids(
     writes a message can end it. ValueError for an option that is an argument of `apply_chat_template` itself, for
     messages that the template does not accept, and if it leaves out what a tool returned.
     """
+    check_flag("parse_special", parse_special)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give prompt as token ids")
     if getattr(tokenizer, "chat_template", None) is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.checks import TokenIds, check_unmasked
+from kvjax.checks import TokenIds, check_flag, check_unmasked
 from kvjax.text.messages import chat_ids
 from kvjax.text.plain_texts import tokenized
 from pallas_kernels.core.messages import shown
@@ -28,6 +28,7 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     they always are. Logs a warning if a text begins with the beginning-of-sequence token and the tokenizer adds
     another. ValueError for anything else, and for text or messages that the model's tokenizer cannot read.
     """
+    check_flag("parse_special", parse_special)
     if isinstance(prompt, Mapping):
         prompt = _rows(prompt)
     if template_options is not None and not isinstance(template_options, Mapping):
@@ -93,6 +94,8 @@ def _rows(encoding: Mapping[str, Any]) -> list:
     if "input_ids" not in encoding:
         raise ValueError(f"a prompt is text, token ids, or a list of messages, got a mapping with {', '.join(map(repr, encoding)):.60}")
     ids = encoding["input_ids"]
+    if isinstance(ids, str | bytes) or not hasattr(ids, "__getitem__") or getattr(ids, "ndim", 1) == 0:
+        raise ValueError(f"the input_ids of a prompt must be a list of token ids, got {shown(ids)}")
     mask = encoding.get("attention_mask")
     if mask is None:
         return list(ids)

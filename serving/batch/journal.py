@@ -32,13 +32,11 @@ class Journal:
     """The entries of one job so far. job: what must be equal for a later run to continue; any JSON values, no name of
     which is `crc`.
 
-    A subclass defines its FORMAT, EARLIER, the format of files without checksums, a description WHAT, the KEYS of every
-    entry, and `_keep`, which remembers an entry. Raises ValueError if the file is another job's or not a journal, and
-    BlockingIOError if a running job holds it.
+    A subclass defines its FORMAT, a description WHAT, the KEYS of every entry, and `_keep`, which remembers an entry.
+    Raises ValueError if the file is another job's or not a journal, and BlockingIOError if a running job holds it.
     """
 
     FORMAT: str
-    EARLIER: str
     WHAT: str
     KEYS: frozenset[str]
 
@@ -143,17 +141,19 @@ class Journal:
         An entry with the key `CONTINUED` holds what a later run changed of the header. ValueError for another file, and
         for a line that is damaged and not the last. path: for messages.
         """
-        end, first, unchecked = 0, b"", True
+        end, first = 0, b""
         for number, text in enumerate(iter(file.readline, b""), 1):
-            entry = _entry(text, {"format"} if number == 1 else cls.KEYS, first, unchecked=unchecked)
+            entry = _entry(text, {"format"} if number == 1 else cls.KEYS, first)
             if number == 1:
                 if entry is None and cls._torn_header(text):
                     return
-                if (entry or {}).get("format") not in (cls.FORMAT, cls.EARLIER) or (entry["format"] == cls.FORMAT and not _is_whole(text)):
-                    raise ValueError(f"{path} is not {cls.WHAT}; move it away, or choose another --out")
-                first, unchecked = text, entry["format"] == cls.EARLIER
+                if (entry or {}).get("format") != cls.FORMAT:
+                    raise ValueError(
+                        f"{path} is not {cls.WHAT}, or an earlier version of kvjax wrote it; move it away, or choose another --out"
+                    )
+                first = text
             elif entry is None:
-                entry = _entry(text, {CONTINUED}, first, unchecked=unchecked)
+                entry = _entry(text, {CONTINUED}, first)
                 if entry is None or not isinstance(entry[CONTINUED], dict):
                     if file.read(1):
                         raise ValueError(f"{path}, line {number}, is damaged; delete the file to start over")
@@ -227,10 +227,9 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _entry(text: bytes, keys: set[str] | frozenset[str], first: bytes, *, unchecked: bool) -> dict[str, Any] | None:
-    """The entry of a whole line, which has at least `keys`; None for another. first: the file's first line. unchecked:
-    whether it may have no checksum."""
-    if not text.endswith(b"\n") or not (_is_whole(text, first) or (unchecked and CHECKSUM not in text)):
+def _entry(text: bytes, keys: set[str] | frozenset[str], first: bytes) -> dict[str, Any] | None:
+    """The entry of a whole line, which has at least `keys`; None for another. first: the file's first line."""
+    if not _is_whole(text, first):
         return None
     try:
         entry = json.loads(text)

@@ -46,7 +46,7 @@ class Partial(Journal):
         lines: the lines that the job has; results of others are dropped. None: all.
     """
 
-    FORMAT, EARLIER = "kvjax batch 3", "kvjax batch 2"
+    FORMAT = "kvjax batch 3"
     WHAT = "a partial result of a kvjax batch job"
     KEYS = frozenset(("line", "counts", "output"))
 

@@ -47,7 +47,7 @@ POLICIES = ("dense", "window:640", "window:4736", "cascade:8", "cascade:32", "to
 class Records(Journal):
     """The finished units of a run, each with its record."""
 
-    FORMAT, EARLIER = "kvjax fidelity 3", "kvjax fidelity 2"  # the command's name when these formats were made
+    FORMAT = "kvjax fidelity 3"  # the command's name when this format was made
     WHAT = "the records of a kvjax evaluate run"
     KEYS = frozenset(("unit", "record"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -113,12 +114,29 @@ class DiskStore:
                 f"{about} ({FORMAT}). Another model, page size or cache format wrote them: name another folder, or delete that one"
             )
         self._files = {}
-        for place, (name, size) in enumerate(self.blocks.items()):
+        for place, name in enumerate(self.blocks):
             number = os.open(self.folder / f"pages-{place}.bin", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            file = self._files[name] = os.fdopen(number, "r+b", buffering=0)
-            if (wanted := self.slots * size) < os.fstat(number).st_size:
+            self._files[name] = os.fdopen(number, "r+b", buffering=0)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Give the files their sizes. If the disk has no room, they are as large as before."""
+        numbers = {file.fileno(): self.slots * self.blocks[name] for name, file in self._files.items()}
+        before = {number: os.fstat(number).st_size for number in numbers}
+        for number, wanted in numbers.items():
+            if wanted < before[number]:
                 os.ftruncate(number, wanted)
-            os.posix_fallocate(file.fileno(), 0, wanted)
+        room = os.fstatvfs(self._held.fileno())
+        free, held = room.f_bavail * room.f_frsize, sum(512 * os.fstat(number).st_blocks for number in numbers)
+        try:
+            if (needed := sum(numbers.values())) > free + held:
+                raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, and {free + held:,} are free; give at most so many")
+            for number, wanted in numbers.items():
+                os.posix_fallocate(number, 0, wanted)
+        except OSError:
+            for number, size in before.items():
+                os.ftruncate(number, min(size, numbers[number]))
+            raise
 
     def _locked(self) -> bool:
         try:

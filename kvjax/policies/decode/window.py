@@ -7,9 +7,8 @@ import re
 
 import jax.numpy as jnp
 
-from kvjax.checks import whole_number
+from kvjax.checks import check_flag, whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
-from pallas_kernels.core.messages import shown
 
 SINK = 128
 """Sink tokens of `window:KEYS`: one block, as in top:K, so that the two can be compared at equal keys."""
@@ -41,8 +40,7 @@ class Window(Stateless):
         for name, least in (("sink_tokens", 0), ("window_tokens", 1)):  # a window holds the current token
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         for name in ("release", "remap"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+            check_flag(name, getattr(self, name))
 
     @property
     def keys(self) -> int:

@@ -7,13 +7,13 @@ import re
 
 import jax.numpy as jnp
 
+from kvjax.checks import check_flag
 from kvjax.model.rope import turned
 from kvjax.policies.decode.base import cache_positions
 from kvjax.policies.decode.window import check_sinks
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
 from pallas_kernels.attention.flash_attention import flash_attention
 from pallas_kernels.core.merge import merge_attention
-from pallas_kernels.core.messages import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,7 @@ class SinkWindow(DenseWhereCovered):
 
     def __post_init__(self):
         check_sizes(self, sink_tokens=0, window_tokens=1)
-        if not isinstance(self.remap, bool):
-            raise ValueError(f"remap must be True or False, got {shown(self.remap)}")
+        check_flag("remap", self.remap)
 
     @property
     def counts_in_cache(self) -> bool:

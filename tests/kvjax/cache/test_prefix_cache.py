@@ -437,6 +437,29 @@ class TestDiskStore:
         assert "No space left" in str(store.failure)
         assert "is not written to any more" in caplog.text
 
+    @pytest.mark.parametrize("at", [1, 2])
+    def test_a_disk_that_is_too_small_stays_as_it_was(self, tmp_path, monkeypatch, at):
+        """The system may keep what it could give, and fill the disk. at: which of two files has no room."""
+        real, calls = os.posix_fallocate, []
+
+        def fallocate(number, start, count):
+            calls.append(number)
+            if len(calls) == at:
+                real(number, start, count // 2)
+                raise OSError(28, "No space left on device")
+            real(number, start, count)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvjax.cache.stores.disk.os.posix_fallocate", fallocate)
+            with pytest.raises(ValueError, match=r"pages cannot be kept in .*No space left"):
+                DiskStore(tmp_path / "pages", 8000, {"full": 1000, "window": 1000})
+        assert len(calls) == at
+        assert [path.stat().st_size for path in sorted((tmp_path / "pages").glob("pages-*.bin"))] == [0, 0]
+        status = os.statvfs(tmp_path)
+        with pytest.raises(ValueError, match=r"bytes are needed, and [\d,]+ are free; give at most so many"):
+            DiskStore(tmp_path / "pages", 2 * status.f_frsize * status.f_bavail, {"full": 1000, "window": 1000})
+        DiskStore(tmp_path / "pages", 8000, {"full": 1000, "window": 1000}).close()
+
     def test_a_folder_belongs_to_one_process(self, make, tmp_path):
         make()
         with pytest.raises(ValueError, match="in use by another engine"):

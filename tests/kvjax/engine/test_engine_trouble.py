@@ -362,6 +362,11 @@ def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
     [
         (lambda e, s, rows: e.prefill(None), r"a list of prompts is needed, got None: prefill\(\[ids\]\) for one prompt"),
         (lambda e, s, rows: e.prefill(5), "a list of prompts is needed, got 5"),
+        (lambda e, s, rows: e.prefill(jnp.array(5)), "a list of prompts is needed, got"),
+        (lambda e, s, rows: e.decode([s], jnp.array(5)), "tokens must be a list with one token of every sequence"),
+        (lambda e, s, rows: Engine(e.model, batch_buckets=np.array(8)), "batch_buckets must be sizes in ascending order"),
+        (lambda e, s, rows: Engine(e.model, batch_buckets=b"ab"), "batch_buckets must be sizes in ascending order"),
+        (lambda e, s, rows: Engine(e.model, policies=np.array(8)), "a list of policies is needed, got"),
         (lambda e, s, rows: e.inspect([s], 5), "a list of tokens is needed, got 5: give one of every sequence"),
         (lambda e, s, rows: e.step(None), r"a step runs a kvjax.engine.step_plan.StepPlan, got None: StepPlan\(decodes"),
         (lambda e, s, rows: e.step(StepPlan(chunks=(s,))), "a plan holds a tuple of Chunk, got"),

@@ -1,15 +1,17 @@
 """Policies of one's own: registered, loaded from a file, or passed as objects, wherever a policy is named."""
 
 import dataclasses
+import re
 
+import jax.numpy as jnp
 import pytest
 
-from kvjax import Engine, TopBlocks
+from kvjax import Engine, TopBlocks, generate
 from kvjax.evaluation.report import policy_and_keys
 from kvjax.evaluation.run import Plan
 from kvjax.policies import decode as policies
 from kvjax.policies import prefill
-from kvjax.policies.decode import Dense, Stateless, Window, identity, name_of, parse
+from kvjax.policies.decode import Blocks, Dense, Stateless, Window, identity, name_of, parse
 from kvjax.policies.decode.naming import _NAMES
 from kvjax.policies.prefill import DensePrefill, parse_prefill
 
@@ -259,3 +261,30 @@ class Impostor(Stateless):
 
     def __str__(self):
         return "top:8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere(Stateless):
+    """Lists one block for each KV head: of the last one block `last`, of others block 0."""
+
+    last: int
+    per_query: bool = False
+
+    def select(self, query, layer, ctx, state):
+        heads = layer.pages.kv_heads
+        ids = jnp.where(jnp.arange(heads) == heads - 1, self.last, 0)
+        shape = (*query.shape[: 2 if self.per_query else 1], heads, 1)
+        return Blocks(jnp.broadcast_to(ids[:, None].astype(jnp.int32), shape), ctx.page_size), state
+
+
+@pytest.mark.parametrize("per_query", [False, True])
+@pytest.mark.parametrize("last", [-1, 2, 10**6, 0])
+def test_a_list_without_a_key_of_the_sequence_is_an_error(last, per_query, one_layer):
+    """Else the head would read nothing, and nobody would know."""
+    policy = Elsewhere(last, per_query)
+    found = generate(one_layer, list(range(1, 20)), policy=policy, max_new_tokens=3, details=True, on_error="return")
+    if last:
+        assert re.search("not finite.*check that each list has a block of the sequence", str(found.error))
+    else:
+        assert found.error is None
+        assert len(found.token_ids) == 3

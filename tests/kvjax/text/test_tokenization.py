@@ -238,3 +238,16 @@ def test_numbers_of_any_size_are_outside_the_vocabulary(number):
 @pytest.mark.parametrize("wrong", [b"12", "12", [1.0], ["1"], [[1], [2]], [[1], [2, 3]], np.ones((2, 2), int), np.ones(2), {1}, iter([1])])
 def test_what_is_no_row_of_whole_numbers_is_no_token_ids(wrong):
     assert TokenIds.read(wrong) is None
+
+
+@pytest.mark.parametrize("value", ["False", 1, None, np.True_])
+def test_parse_special_is_true_or_false(value):
+    """Whatever counts as true would let those who write messages end them."""
+    with pytest.raises(ValueError, match="parse_special must be True or False, got"):
+        encode(None, [1, 2], parse_special=value)
+
+
+@pytest.mark.parametrize("ids", [5, np.array(5), "text", None])
+def test_input_ids_are_a_list(ids):
+    with pytest.raises(ValueError, match="the input_ids of a prompt must be a list of token ids, got"):
+        encode(None, {"input_ids": ids})

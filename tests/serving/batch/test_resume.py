@@ -13,7 +13,7 @@ from kvjax.models import loading
 from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.job import run_file
-from kvjax.serving.batch.journal import dump
+from kvjax.serving.batch.journal import checked
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.records import Defaults
 from kvjax.serving.batch.setup import Setup
@@ -53,11 +53,13 @@ def interrupt(monkeypatch, run, after=2):
 
 
 def edit_header(folder, **changes):
-    """Change a partial file's header. The file is then as versions without checksums wrote it."""
+    """Change a partial file's header, with checksums that are right."""
     path = folder / "out.jsonl.partial"
-    header, *rest = ({**json.loads(line), "crc": ...} for line in path.read_bytes().splitlines())
-    lines = [header | {"format": Partial.EARLIER} | changes, *rest]
-    path.write_bytes(b"".join(dump({name: value for name, value in line.items() if value is not ...}) for line in lines))
+    header, *rest = (json.loads(line) for line in path.read_bytes().splitlines())
+    for line in (header, *rest):
+        del line["crc"]
+    first = checked({name: value for name, value in (header | changes).items() if value is not ...})
+    path.write_bytes(first + b"".join(checked(line, first) for line in rest))
 
 
 @pytest.mark.parametrize("end", ["\n", "", "\r\n"])
