@@ -50,7 +50,8 @@ register = _NAMES.register
 WORDS = _NAMES.reserved
 """First words of built-in names."""
 
-_WATCHED = re.compile(r"(?P<policy>.+)\+missed(?P<share>[^/:+]+)(?:/(?P<every>\d+))?", re.DOTALL)
+_WATCHED = re.compile(r"(?P<policy>.+)\+missed(?P<share>[^/:+]+)(?:/(?P<every>[^/:+]+))?", re.DOTALL)
+_SHARE, _EVERY = re.compile(r"[0-9]*\.?[0-9]+(e-?[0-9]{1,3})?"), re.compile(r"[1-9][0-9]{0,8}")
 
 
 def parse(name: str | DecodePolicy) -> DecodePolicy:
@@ -102,11 +103,8 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
         return None
     from kvjax.policies.decode.watched import EVERY, Watched
 
-    try:
-        share = float(match["share"])
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1 or match["every"] == "0":
+    share = float(match["share"]) if _SHARE.fullmatch(match["share"]) else math.nan
+    if not 0 < share <= 1 or (match["every"] is not None and not _EVERY.fullmatch(match["every"])):
         raise ValueError(
             f"policy {name!r:.80}: what follows +missed is a share above 0 and at most 1, then, if you like, how often steps are measured: "
             "write +missed0.02, or +missed0.02/8 for every 8th step"
@@ -118,9 +116,14 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
 
 
 def drafts_named(draft: str | DecodePolicy | None) -> tuple[str | DecodePolicy, ...]:
-    """What drafts: a policy, or names with commas between them."""
+    """What drafts: a policy, or names with commas between them. ValueError for an empty name."""
     if isinstance(draft, str):
-        return tuple(dict.fromkeys(each.strip() for each in draft.split(",")))
+        names = tuple(dict.fromkeys(each.strip() for each in draft.split(",")))
+        if not all(names) or any(each != LOOKUP == each.lower() for each in names):
+            raise ValueError(
+                f"draft {draft!r:.80} is not understood: name policies, as top:32, or lookup, with a comma between two of them"
+            )
+        return names
     return () if draft is None else (draft,)
 
 

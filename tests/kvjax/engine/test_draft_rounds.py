@@ -499,6 +499,12 @@ def test_what_cannot_draft_is_refused(draft, options, said):
         Scheduler(engine, draft=draft)
 
 
+@pytest.mark.parametrize("draft", ["", "lookup,", ",", "LOOKUP"])
+def test_names_of_drafts_are_whole(draft, speaker):
+    with pytest.raises(ValueError, match=r"draft .* is not understood: name policies, as top:32, or lookup"):
+        generate(speaker, "a", draft=draft)
+
+
 @pytest.mark.parametrize("draft", ["quest:1", "lookup"])
 def test_generate_makes_an_engine_that_drafts(speaker, draft, always):
     expected = generate(speaker, ["a tale", "of two"], policy="dense", max_new_tokens=20, details=True)
