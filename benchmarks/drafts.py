@@ -35,6 +35,7 @@ from kvjax.models import CausalLM
 from kvjax.policies.decode.naming import LOOKUP, policies_of_draft
 from kvjax.scheduler.drafting import BY_POLICY, Drafting, draft_of
 from kvjax.scheduler.request import Completion, Request
+from kvjax.scheduler.rounds import NO_ROUNDS
 from kvjax.serving.bench.decode import pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, load_model, read_texts, whole
@@ -122,7 +123,7 @@ def draft_rows(
         )
         engine.fill_pages()
         seconds: dict[str | None, list[float]] = {None: [], draft: []}
-        counted = []
+        counted = NO_ROUNDS
         text = [1] * length if repeats is None else repeating_text(config.vocab_size, length - answer, answer, *repeats)
         with saying(text) if acceptance is None else replayed(acceptance):
             for number in range(-1, rounds + 1):
@@ -133,7 +134,7 @@ def draft_rows(
                         concurrent.futures.wait(engine.compiling)
                     if number > 0:
                         seconds[each].append(one)
-                        counted += [(done.round_tokens, done.rounds) for done in completions if done.rounds]
+                        counted += sum((done.rounds for done in completions), NO_ROUNDS)
         plain, drafted = (statistics.median(found) for found in seconds.values())
         yield {
             "op": "draft-rounds",
@@ -150,7 +151,7 @@ def draft_rows(
             "acceptance": acceptance,
             "repeats": repeats,
             "round": draft_of(engine, draft, slots).tokens,
-            "tokens_per_round": sum(tokens for tokens, _ in counted) / max(1, sum(count for _, count in counted)),
+            "tokens_per_round": counted.tokens / max(1, counted.count),
             "plain_s": plain,
             "drafted_s": drafted,
             "times": plain / drafted,
@@ -248,7 +249,8 @@ def acceptance_rows(
             say(f"{length:,} tokens: {policy}")
             with always_drafting():
                 found = _completions(engine, requests, draft=policy)
-            per_round = sum(done.round_tokens for done in found) / sum(done.rounds for done in found)
+            rounds = sum((done.rounds for done in found), NO_ROUNDS)
+            per_round = rounds.tokens / rounds.count
             same = sum(one == other for done, ids in zip(found, dense, strict=True) for one, other in zip(done.token_ids, ids, strict=True))
             yield {
                 "op": "draft-acceptance",

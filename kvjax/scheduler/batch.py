@@ -20,6 +20,7 @@ from kvjax.engine.step_output import BLOCKS, FINITE, KEYS, TOKENS, count_tokens_
 from kvjax.engine.step_plan import Decoded, DecodeGroup, Launch
 from kvjax.policies.decode.base import is_watched
 from kvjax.scheduler.request import Completion, Request
+from kvjax.scheduler.rounds import NO_ROUNDS, Rounds
 from kvjax.text.detokenizer import TextStream
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Sample:
 
     issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens
     or a stop string may end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
-    rounds, round_tokens: of drafting, and the tokens that stayed in them.
+    rounds: of drafting.
     """
 
     state: RequestState
@@ -50,8 +51,7 @@ class Sample:
     top_logprobs: list[Ranked] = dataclasses.field(default_factory=list)
     blocks: int = 0
     keys: int = 0
-    rounds: int = 0
-    round_tokens: int = 0
+    rounds: Rounds = NO_ROUNDS
     finish_reason: str | None = None
     error: Exception | None = None
     only_ids: bool = dataclasses.field(init=False)
@@ -157,7 +157,6 @@ class Sample:
             found_tokens=self.handle.found_tokens,
             prompt_end=self.handle.prompt_end,
             rounds=self.rounds,
-            round_tokens=self.round_tokens,
             missed=policy.missed(self.sequence.states.get(policy)) if is_watched(policy) else None,
         )
 
@@ -262,14 +261,14 @@ class ActiveBatch:
         for sample in self._stepping:
             sample.issued = min(sample.issued + steps, sample.sampling.max_new_tokens)
 
-    def drafted(self, accepted: Int32[np.ndarray, "B"], rounds: Int[np.ndarray, "B"]) -> None:
-        """Rounds have run, in which so many tokens of each slot stay."""
+    def drafted(self, kept: Int32[np.ndarray, "N B"], most: int) -> None:
+        """N rounds of up to `most` tokens have run, in which so many of each slot stay; 0: it took no part."""
+        accepted = kept.sum(axis=0)
         self.left = np.maximum(self.left - accepted, 0)
         self.steps = min(self.left[self._slots].tolist()) if self.steps else 0
         for slot, sample in zip(self._slots, self._stepping, strict=True):
             sample.issued = min(sample.issued + int(accepted[slot]), sample.sampling.max_new_tokens)
-            sample.rounds += int(rounds[slot])
-            sample.round_tokens += int(accepted[slot])
+            sample.rounds += Rounds(tuple(np.bincount(kept[:, slot], minlength=most + 1)[1:].tolist()))
 
     @property
     def longest(self) -> int:
@@ -348,8 +347,10 @@ class PendingStep:
         """Wait for the tokens."""
         self.packed = np.asarray(self.packed)
         if self.rounds is not None and self.accepted is None:
-            self.accepted = count_tokens_that_stay(self.packed)
-            self.active.drafted(self.accepted, (self.packed[:: self.rounds.draft.tokens, :, TOKENS] >= 0).sum(axis=0))
+            tokens = self.rounds.draft.tokens
+            kept = np.stack([count_tokens_that_stay(each) for each in self.packed.reshape(-1, tokens, *self.packed.shape[1:])])
+            self.accepted = kept.sum(axis=0)
+            self.active.drafted(kept, tokens)
         return self.packed
 
 

@@ -11,6 +11,7 @@ from kvjax.checks import check_salt, whole_number
 from kvjax.engine.missed import Missed
 from kvjax.engine.sampling import Sampling
 from kvjax.policies.decode import DecodePolicy
+from kvjax.scheduler.rounds import NO_ROUNDS, Rounds
 from kvjax.text.tokenization import Prompt
 from pallas_kernels.core.messages import shown
 
@@ -54,8 +55,8 @@ class Completion:
     else (). blocks_per_step and keys_per_step: what one KV head of one layer read on average per decoded token (0 if no
     step ran). found_tokens: those of the prompt that the engine found, and did not compute. prompt_end: the last token
     ids of the prompt, for `kvjax.text.detokenizer.token_text`. missed: what its steps missed of dense's attention; None
-    where its policy is not watched. rounds, round_tokens: rounds of drafting, and the tokens that stayed in them.
-    error: the exception that ended the request; everything else is then empty.
+    where its policy is not watched. rounds: of drafting. error: the exception that ended the request; everything else
+    is then empty.
     """
 
     text: str = ""
@@ -71,8 +72,7 @@ class Completion:
     found_tokens: int = 0
     prompt_end: tuple[int, ...] = ()
     missed: Missed | None = None
-    rounds: int = 0
-    round_tokens: int = 0
+    rounds: Rounds = NO_ROUNDS
 
     def __repr__(self) -> str:
         if self.error is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cache import OutOfPages
 from kvjax.engine.missed import Missed, all_of
+from kvjax.scheduler.rounds import NO_ROUNDS, Rounds
 from kvjax.serving.batch.records import CHAT, Record, by_line
 from kvjax.text.detokenizer import CONTEXT, token_text
 from pallas_kernels.core.files import finite
@@ -28,8 +29,8 @@ class Result:
     `Completion`.
 
     Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed.
-    rounds, round_tokens: as in `Completion`, of all samples. out_of_pages: whether it failed because the pool is too
-    small. missed: the fields of `kvjax.engine.missed.Missed`, where the policy is watched.
+    rounds: as in `Completion`, of all samples. out_of_pages: whether it failed because the pool is too small. missed:
+    the fields of `kvjax.engine.missed.Missed`, where the policy is watched.
     """
 
     line: int
@@ -41,8 +42,7 @@ class Result:
     keys_per_step: float = 0.0
     samples: int = 1
     found_tokens: int = 0
-    rounds: int = 0
-    round_tokens: int = 0
+    rounds: Rounds = NO_ROUNDS
     out_of_pages: bool = False
     missed: dict[str, Any] | None = None
 
@@ -65,8 +65,9 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
         return refused(record, str(error))
     if finite(output) is not output:
         return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
-    counts |= {name: sum(getattr(choice, name) for choice in choices) for name in ("rounds", "round_tokens")}
-    return Result(record.line, output, failed=False, samples=len(choices), found_tokens=completion.found_tokens, missed=missed, **counts)
+    rounds = sum((choice.rounds for choice in choices), NO_ROUNDS)
+    told = {"samples": len(choices), "found_tokens": completion.found_tokens, "missed": missed, "rounds": rounds}
+    return Result(record.line, output, failed=False, **told, **counts)
 
 
 def _per_step(choices: Sequence[Completion], field: str) -> float:
@@ -209,8 +210,8 @@ class Summary:
 
     records, errors, prompt_tokens, generated_tokens: counts of the whole output. earlier: records that an earlier run
     had finished. seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means
-    over all decode steps. found_tokens: of the prompts of this run, those that were found and not computed. rounds,
-    round_tokens: of drafting in this run, and the tokens that stayed in them.
+    over all decode steps. found_tokens: of the prompts of this run, those that were found and not computed. rounds: of
+    drafting in this run.
     first_errors: (line, message) of the first records that failed, by line. ignored: how many records gave each field
     that changes nothing. repeated: lines that are equal to an earlier one with the same id, and have no answer of their
     own. slots: each number of slots that a run of the job had, in turn. missed: what was measured in all answers; None
@@ -223,8 +224,7 @@ class Summary:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     found_tokens: int = 0
-    rounds: int = 0
-    round_tokens: int = 0
+    rounds: Rounds = NO_ROUNDS
     seconds: float = 0.0
     first_errors: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     ignored: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -251,7 +251,6 @@ class Summary:
             self._new_prompt_tokens += result.prompt_tokens
             self.found_tokens += result.found_tokens
             self.rounds += result.rounds
-            self.round_tokens += result.round_tokens
             self._out_of_pages += result.out_of_pages
             self._new_generated_tokens += result.generated_tokens
         # The first token of a sample comes from prefill; each later one took a step.
@@ -304,8 +303,7 @@ class Summary:
         if self._steps:
             rows += [("blocks per step", f"{self.blocks_per_step:,.1f}"), ("keys per step", f"{self.keys_per_step:,.0f}")]
         if self.rounds:
-            said = f"{self.rounds:,} rounds of this run, {self.round_tokens / self.rounds:.1f} tokens in each"
-            rows.append(("drafts", said))
+            rows.append(("drafts of this run", str(self.rounds)))
         if self.missed is not None:
             rows.append(("attention missed", str(self.missed)))
         if self.ignored:

@@ -166,7 +166,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool, draft: s
 def _drafted(completion: Completion) -> str:
     """What drafts came to, in a line."""
     if completion.rounds:
-        return f"{completion.round_tokens:,} tokens in {completion.rounds:,} rounds of drafts"
+        return f"drafts: {completion.rounds}"
     return "no rounds of drafts: the answer ended before their program was compiled, or steps were faster"
 
 

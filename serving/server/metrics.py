@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvjax.cache import MAX_STEP_TOKENS
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ COUNTERS = {  # name -> label, {value of the label: key of SessionRuntime.counts
         {"alarm": "missed_alarms", "longer_step": "missed_steps", "more_key": "missed_keys"},
         "Alarms of --max-missed; steps of a KV head that read more for it; keys that these read more.",
     ),
-    "draft": (
-        "kind",
-        {"round": "draft_rounds", "token": "draft_tokens"},
-        "Rounds of drafting of generations that have ended; tokens that stayed in them.",
+    "draft_rounds": (
+        "tokens",
+        {str(tokens): f"draft_kept_{tokens}" for tokens in range(1, MAX_STEP_TOKENS + 1)},
+        "Rounds of drafting of generations that have ended, by how many tokens stayed in them.",
     ),
     "history_truncated": ("by", {"window": "truncated"}, "Times that the window dropped tokens of a history."),
 }

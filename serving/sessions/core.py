@@ -547,7 +547,7 @@ class SessionCore:
             self.observe("attention_missed_share", missed.mean)
             self.counts.update(missed_alarms=missed.alarms, missed_steps=missed.steps, missed_keys=missed.keys)
         if completion.rounds:
-            self.counts.update(draft_rounds=completion.rounds, draft_tokens=completion.round_tokens)
+            self.counts.update({f"draft_kept_{tokens}": count for tokens, count in enumerate(completion.rounds.kept, 1)})
         if error is None:
             run.end(completion.finish_reason)
             return

@@ -36,7 +36,7 @@ def answered(monkeypatch):
 def test_answers_with_drafts_take_turns_with_others(answered):
     (row,) = rows_of("window:8+56", acceptance=0.9, repeats=None)
     assert [(draft, len(done.token_ids)) for draft, done in answered] == 3 * [(None, 268), ("window:8+56", 268)]
-    assert answered[-1][1].rounds > 0
+    assert answered[-1][1].rounds
     assert not any(done.rounds for draft, done in answered if draft is None)
     assert row["times"] == row["plain_s"] / row["drafted_s"]
     assert 1 <= row["tokens_per_round"] <= drafts.TOKENS

@@ -24,6 +24,7 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode.naming import policies_of_draft
 from kvjax.scheduler import drafting
 from kvjax.scheduler.drafting import LOSS, PLAIN, ROUNDS, Drafting
+from kvjax.scheduler.rounds import NO_ROUNDS
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.random_model import random_params
 from pallas_kernels.attention.gather_attention import mosaic_gpu
@@ -52,7 +53,7 @@ def told(completion):
     """A completion without what rounds change: what was read, and how often."""
     choices = tuple(map(told, completion.choices))
     unread = {"blocks_per_step": 0.0, "keys_per_step": 0.0, "found_tokens": 0}
-    return dataclasses.replace(completion, rounds=0, round_tokens=0, choices=choices, **unread)
+    return dataclasses.replace(completion, rounds=NO_ROUNDS, choices=choices, **unread)
 
 
 def requests_of(policy, lengths=(20, 3, 31, 14)):
@@ -87,7 +88,7 @@ def test_answers_do_not_depend_on_drafts(family, policy, draft, options, always)
     expected = answers(engine, requests)
     found = answers(engine, requests, draft=draft)
     assert list(map(told, found)) == list(map(told, expected))
-    assert all(each.rounds > 0 for each in found)
+    assert all(each.rounds for each in found)
     assert not engine.sequences
 
 
@@ -97,8 +98,8 @@ def test_right_drafts_stay_and_wrong_ones_do_not(draft, always):
     engine = engine_of(make_family("llama"), ("dense", draft) if draft != "dense" else ("dense",), batch_buckets=(1,))
     (expected,), (found,) = (answers(engine, [asked(list(range(1, 90)), 41)], slots=1, draft=each) for each in (None, draft))
     assert told(found) == told(expected)
-    assert found.rounds == 5 if draft == "dense" else found.rounds > 5
-    assert found.round_tokens >= 40
+    assert found.rounds.count == 5 if draft == "dense" else found.rounds.count > 5
+    assert found.rounds.tokens >= 40
     assert found.keys_per_step > expected.keys_per_step, "what drafts read counts, too"
 
 
@@ -112,7 +113,7 @@ def test_packed_weights_draft_and_the_models_own_verify(always):
     for each, draft in ((packed, "dense"), (wrong, "dense"), (wrong, "lookup"), (model, "lookup")):
         found = answers(engine_of(each, ("dense",)), requests_of("dense"), draft=draft)
         assert list(map(told, found)) == list(map(told, expected))
-        kept.append([(done.rounds, done.round_tokens) for done in found])
+        kept.append([(done.rounds.count, done.rounds.tokens) for done in found])
     rounds, tokens = zip(*(map(sum, zip(*each, strict=True)) for each in kept), strict=True)
     assert tokens[0] / rounds[0] > 3, "they mostly say what the model's own say"
     assert tokens[1] / rounds[1] < 1.5
@@ -171,7 +172,7 @@ def test_a_step_of_all_drafts_keeps_what_accept_keeps(always, monkeypatch):
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     of_all = [np.concatenate([each.logprobs for each in completions]) for completions in (found, expected)]
     np.testing.assert_allclose(*of_all, atol=1e-4)
-    assert max(each.round_tokens / each.rounds for each in found) <= 5, "no more than are alike"
+    assert max(each.rounds.tokens / each.rounds.count for each in found) <= 5, "no more than are alike"
 
 
 @pytest.mark.quick("policies, few pages-few")
@@ -200,7 +201,7 @@ def test_histories_do_not_depend_on_drafts(speaker, draft, options, seeds, monke
         assert list(map(told, found)) == list(map(told, expected)), f"history {seed}"
         assert said == texts
         assert not engines[1].sequences
-        rounds += sum(each.rounds for each in found)
+        rounds += sum(each.rounds.count for each in found)
     assert rounds > len(seeds)
 
 
@@ -465,7 +466,7 @@ def test_rounds_wait_for_no_compiler_and_a_failure_is_said(monkeypatch):
         each.result()
     (again,) = answers(engine, [asked([1, 2, 3], 12)], draft="window:1+16")
     assert told(again) == told(found)
-    assert again.rounds > 0
+    assert again.rounds
     monkeypatch.setattr(drafts, "_draft", lambda *given: 1 / 0)
     broken = engine_of(shallow(make_family("llama")), ("dense", "window:1+20"))
     with pytest.raises(ZeroDivisionError):
@@ -480,7 +481,7 @@ def test_near_the_longest_sequence_steps_go_on(always):
     (expected,), (found,) = answers(engine, [request]), answers(engine, [request], draft="window:1+16")
     assert told(found) == told(expected)
     assert len(found.token_ids) == 41
-    assert 0 < found.round_tokens < 41
+    assert 0 < found.rounds.tokens < 41
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.engine.missed import Missed
 from kvjax.scheduler.request import Completion
+from kvjax.scheduler.rounds import Rounds
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
 from kvjax.serving.batch.results import Result, Summary, answered, refused
 
@@ -185,14 +186,22 @@ def test_tokens_that_were_found_are_in_no_rate_of_computed_ones():
     assert "5.0 generated, 15.0 with computed prompt tokens, 105.0 with all prompt tokens" in str(summary)
 
 
+def test_rounds_say_how_often_each_draft_was_right():
+    rounds = Rounds((1, 2, 0, 5)) + Rounds((2,))
+    assert (rounds.count, rounds.tokens, bool(rounds), bool(Rounds())) == (10, 3 + 4 + 20, True, False)
+    assert rounds.right == (7 / 10, 5 / 7, 5 / 5)
+    assert Rounds((3, 0, 0)).right == (0.0,), "no round came to the second draft"
+    assert str(Rounds()) == "no rounds"
+
+
 def test_rounds_of_drafts_of_this_run_are_in_the_summary():
-    found = answer({"id": "a", "prompt": "x"}, rounds=3, round_tokens=20)
+    found = answer({"id": "a", "prompt": "x"}, rounds=Rounds((1, 0, 0, 0, 0, 0, 0, 2)))
     assert "rounds" not in json.dumps(found.output), "the answer says the same without drafts"
     summary = Summary()
     summary.add(found, earlier=True)
     assert "drafts" not in str(summary)
     summary.add(found)
-    assert "drafts             3 rounds of this run, 6.7 tokens in each" in str(summary)
+    assert "drafts of this run 17 tokens in 3 rounds, 5.7 in each; drafts right by place: 67%, 100%" in str(summary)
 
 
 def test_a_pool_too_small_for_every_record_is_no_success():
