@@ -74,8 +74,8 @@ class Scheduler:
     now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
     (docs/scheduling.md). "auto": four where the device waits for the host, by their measured times, else one. draft: a
     policy that drafts tokens for the requests' own policies to verify, or "lookup", in rounds of one launch, where that
-    is faster by the clock; the answer has the same bits (docs/drafts.md). Of several names, as "lookup,top:32", the
-    fastest is found.
+    is faster by the clock; the answer has the same bits (docs/drafts.md). Of several names, as "lookup,cascade:8", the
+    fastest is found; "auto" is "lookup,top:32".
 
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 

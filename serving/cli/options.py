@@ -269,7 +269,8 @@ DraftOption = Annotated[
     str | None,
     option(
         "What drafts tokens for --policy to verify, where that is faster by the clock: a policy, as top:32, which pays for long "
-        "sequences; or lookup, which pays for answers that repeat what was said; of several, as lookup,top:32, the fastest is found. "
+        "sequences; or lookup, which pays for answers that repeat what was said; of several, as lookup,cascade:8, the fastest is found; "
+        "auto is lookup,top:32. "
         "Answers do not depend on it. [default: no drafts]",
         panel=POLICY,
     ),

@@ -31,6 +31,9 @@ MODULES = {
 LOOKUP = "lookup"
 """The draft that is no policy: what followed the latest tokens before (`kvjax.engine.lookup`)."""
 
+ANY_DRAFT = (LOOKUP, "top:32")
+"""What may draft by "auto": the fastest by the clock does."""
+
 
 def _read(text: str) -> DecodePolicy | None:
     """The policy of a built-in name; ValueError for numbers that it cannot have."""
@@ -116,7 +119,9 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
 
 
 def drafts_named(draft: str | DecodePolicy | None) -> tuple[str | DecodePolicy, ...]:
-    """What drafts: a policy, or names with commas between them. ValueError for an empty name."""
+    """What drafts: a policy, names with commas between them, or "auto" (`ANY_DRAFT`). ValueError for an empty name."""
+    if isinstance(draft, str) and draft.strip() == "auto":
+        return ANY_DRAFT
     if isinstance(draft, str):
         names = tuple(dict.fromkeys(each.strip() for each in draft.split(",")))
         if not all(names) or any(each != LOOKUP == each.lower() for each in names):

@@ -488,7 +488,7 @@ def test_near_the_longest_sequence_steps_go_on(always):
     ("draft", "options", "said"),
     [
         ("heavy:1", {}, "draft heavy:1 keeps a state"),
-        ("auto", {}, "chooses another policy"),
+        ("auto:fast", {}, "chooses another policy"),
         ("quest:7", {}, "needs the index"),
         ("quest:1", {"mesh": True}, "is for one device, and this engine runs on 2"),
     ],
@@ -498,6 +498,13 @@ def test_what_cannot_draft_is_refused(draft, options, said):
     engine = engine_of(shallow(make_family("llama")), ("dense", *(() if draft == "quest:7" else (draft,))), **options)
     with pytest.raises(ValueError, match=re.escape(said)):
         Scheduler(engine, draft=draft)
+
+
+def test_by_auto_the_fastest_of_several_drafts():
+    engine = engine_of(shallow(make_family("llama")), ("dense", *policies_of_draft("auto")), page_size=128, prefill_chunk=128)
+    found = drafting.drafts_of(engine, "auto", 1)
+    assert [str(each.policy) for each in found] == ["None", "top:32"]
+    assert found == drafting.drafts_of(engine, "lookup,top:32", 1)
 
 
 @pytest.mark.parametrize("draft", ["", "lookup,", ",", "LOOKUP"])
