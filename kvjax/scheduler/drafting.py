@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 from kvjax.engine.drafts import tokens_alike
 from kvjax.engine.engine import Engine
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 BY_POLICY, BY_LOOKUP = (8, 4), (16, 4)
 """Most tokens of a sequence in a round, fewer if kernels could not verify those of all rows together; and most rounds
 of a launch. Two launches are in flight."""
+
+SHORT, GAIN = 4, 0.95
+"""Tokens of a shorter round by a policy, which is tried where it should take at most this share of the best time: where
+many drafts are wrong, the later ones of a long round mostly are for nothing."""
 
 PLAIN, ROUNDS = 8, 128
 """Launches of steps, and tokens of rounds, that are timed before they are compared. Right drafts come in runs."""
@@ -63,18 +68,24 @@ class Drafting:
 
     The answer is the same either way. First some steps are timed, then rounds of each draft, by the time between the
     ends of two launches. What took least for its tokens goes on. If others took longer, they are tried again when what
-    was lost is a small share of the time; but steps only if rounds become slower than steps were.
+    was lost is a small share of the time; but steps only if rounds become slower than steps were. Shorter rounds of a
+    policy are among those that are tried when the tokens that stay in long ones, and their time, promise more of them.
     """
 
     def __init__(self, drafts: Sequence[Draft], page_size: int):
         self._launches: list[Launch | None] = [None]  # of steps first
-        for draft in drafts:
+        self._long: dict[int, int] = {}  # of shorter rounds: which long ones they may take the place of
+        shorter = [each._replace(tokens=SHORT) for each in drafts if each.policy is not None and each.tokens > SHORT]
+        for draft in (*drafts, *shorter):
             # The two in flight write to as many pages as one launch: a page's end may lie within them, but not two.
-            _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
-            rounds = max(1, min(most, (page_size + 1) // (2 * draft.tokens)))
+            tokens, most = BY_LOOKUP if draft.policy is None else BY_POLICY
+            rounds = max(1, min(most * tokens // draft.tokens if draft in shorter else most, (page_size + 1) // (2 * draft.tokens)))
+            if draft in shorter:
+                self._long[len(self._launches)] = next(at for at, each in enumerate(drafts, 1) if each.policy == draft.policy)
             self._launches.append(Launch(rounds, None, rounds * draft.tokens, draft))
         self._best = self._now = self._running = 0  # what is fastest, what is timed, and what the latest launch was
         self._pace: dict[int, float] = {}  # seconds of a token
+        self._round: dict[int, tuple[float, float]] = {}  # tokens that stay in a round, and its seconds
         self._called: set[int] = set()  # rounds of which a launch has ended: the first call takes longer than others
         self._last: float | None = None
         self._tried, self._rest = 0, 0.0  # the rounds tried last; seconds of the fastest before others are tried again
@@ -121,6 +132,9 @@ class Drafting:
         elif which != self._best:
             lost = seconds - self._tokens * self._pace[self._best]
         self._pace[which] = pace
+        if which:
+            rounds = self._count * self._launches[which].steps
+            self._round[which] = self._tokens / rounds, seconds / rounds
         if which and lost > 0:
             lost *= 1 + 1 / self._count  # one more launch is in flight
             self._rest = max(REST * self._pace[self._best], lost / LOSS)
@@ -129,19 +143,37 @@ class Drafting:
             self._best, self._rest = which, REST * pace
             self._say(which, "rounds go on")
         self._begin()
-        self._now = self._best if self._rest > 0 and len(self._pace) == len(self._launches) else self._following()
+        self._now = self._best if self._rest > 0 and all(each in self._pace for each in self._candidates) else self._following()
+
+    @property
+    def _candidates(self) -> list[int]:
+        """The rounds that are worth a trial."""
+        return [each for each in range(1, len(self._launches)) if each not in self._long or self._promise(each) or each == self._best]
+
+    def _promise(self, short: int) -> bool:
+        """Whether shorter rounds should be faster than everything known, as far as long ones tell: each draft is right
+        with the same probability, and a round takes the time of a step and of each draft."""
+        if (long := self._long[short]) not in self._round:
+            return False
+        (stay, seconds), step = self._round[long], self._pace[0]
+        most, fewer = self._launches[long].draft.tokens, self._launches[short].draft.tokens
+        shares = np.linspace(0.0, 1.0, 101)
+        right = float(np.interp(stay, np.power.outer(shares, np.arange(most)).sum(axis=1), shares))
+        expected = (step + (fewer - 1) * max(0.0, seconds - step) / (most - 1)) / np.power(right, np.arange(fewer)).sum()
+        return expected < GAIN * min(self._pace.values())
 
     def _following(self) -> int:
         """Which rounds are tried next: those that never were, then in turn; the fastest if there are no others."""
-        others = [each for each in range(1, len(self._launches)) if each != self._best]
+        others = [each for each in self._candidates if each != self._best]
         untried = [each for each in others if each not in self._pace]
         later = [each for each in others if each > self._tried]
         self._tried = next(iter(untried or later or others), self._best)
         return self._tried
 
     def _say(self, which: int, what: str) -> None:
-        name, times = self._launches[which].draft.policy or LOOKUP, (1e3 * self._pace[which], 1e3 * self._pace[0])
-        logger.info("drafts by %s take %.2f ms a token, and steps %.2f ms: %s", name, *times, what)
+        draft, times = self._launches[which].draft, (1e3 * self._pace[which], 1e3 * self._pace[0])
+        kind = draft.tokens, draft.policy or LOOKUP
+        logger.info("rounds of %d tokens by %s take %.2f ms a token, and steps %.2f ms: %s", *kind, *times, what)
 
     def interrupted(self) -> None:
         """Something else runs before the next launch ends."""

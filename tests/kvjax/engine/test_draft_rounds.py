@@ -307,14 +307,14 @@ def test_rounds_that_take_longer_end_and_are_tried_again(monkeypatch):
     assert turns.next(bool) is None
     run(turns, PLAIN + 1, drafted=False, token_s=0.01, tokens=1)
     assert turns.next(bool).written == 32
-    run(turns, 1, drafted=True, token_s=1.0, tokens=20)
-    run(turns, 5 * -(-ROUNDS // 20), drafted=True, token_s=0.005, tokens=20)
+    run(turns, 1, drafted=True, token_s=1.0, tokens=32)
+    run(turns, 5 * -(-ROUNDS // 32), drafted=True, token_s=0.005, tokens=32)
     assert turns.next(bool) is not None, "they are faster"
-    run(turns, 4, drafted=True, token_s=0.011, tokens=20)
+    run(turns, 2, drafted=True, token_s=0.011, tokens=32)
     assert turns.next(bool) is not None, "as much as TOO_SLOW is lost, and no more"
-    run(turns, 1, drafted=True, token_s=0.011, tokens=20)
+    run(turns, 1, drafted=True, token_s=0.011, tokens=32)
     assert turns.next(bool) is None
-    lost = (5 + 1) * 20 * 0.001
+    lost = (3 + 1) * 32 * 0.001
     rest = round(lost / (LOSS * 0.01))
     run(turns, rest - PLAIN, drafted=False, token_s=0.01, tokens=1)
     assert turns.next(bool) is None, "what was lost is more than a fiftieth of the time"
@@ -419,6 +419,26 @@ def test_answers_do_not_depend_on_which_of_several_drafts(draft, monkeypatch):
     expected = answers(engine, requests_of("dense"))
     assert list(map(told, answers(engine, requests_of("dense"), draft=draft))) == list(map(told, expected))
     assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("right", "draft_s", "size"), [(0.97, 0.25, 8), (0.6, 0.25, 4), (0.8, 0.05, 8), (0.3, 0.9, 1)])
+def test_where_many_drafts_are_wrong_rounds_are_shorter(right, draft_s, size, monkeypatch):
+    """By draws. A step takes 1 s, a draft `draft_s`: rounds of 8 or of 4 are faster, or steps are."""
+    now, draw, used = [0.0], np.random.default_rng(1), {1: 0, 4: 0, 8: 0}
+    monkeypatch.setattr(drafting.time, "perf_counter", lambda: now[0])
+    turns, tokens = Drafting([Draft("window", 8)], 128), 0
+    while tokens < 30_000:
+        launch, made = turns.next(bool), 0
+        count = 1 if launch is None else launch.draft.tokens
+        for _ in range(1 if launch is None else launch.steps):
+            made += 1 + int(np.cumprod(draw.random(count - 1) < right).sum())
+            now[0] += 1.0 + (count - 1) * draft_s
+        tokens += made
+        used[count] += made
+        turns.ended(made, drafted=launch is not None)
+    assert used[size] > 0.85 * tokens
+    expected = {count: (1 + (count - 1) * draft_s) / sum(right**place for place in range(count)) for count in used}
+    assert now[0] < 1.06 * tokens * min(expected.values())
 
 
 @pytest.mark.parametrize(("step_s", "round_s"), [(3.79, 4.26), (17.3, 21.9)])
