@@ -212,6 +212,7 @@ class Scheduler:
                     self._admit()
                     if self._prefilling is not None:
                         self._interrupted()
+                        self._read_rounds()
                     if self._gap is not None or self._prefilling is None:
                         self._slices = self._launch()
                 finally:  # a later step would give tokens to samples that ended in this one
@@ -488,8 +489,8 @@ class Scheduler:
         """The batches with samples that want more tokens, and so many steps of each, or a round of drafting. By "auto"
         it is one step until the program of several is compiled, because one step needs no other program."""
         groups = []
-        if not drafts and any(step.rounds is not None for step in self._pending):
-            self._read()
+        if not drafts:
+            self._read_rounds()
         for batch in self._batches.values():
             group = self._rounds(batch) if drafts and self._drafts else None
             if (group := group or batch.group(steps)) is not None:
@@ -518,6 +519,11 @@ class Scheduler:
             self._read()  # the time of steps is not that of the rounds after them
         group = None if rounds is None else batch.group(1, rounds, longest)
         return group and batch.with_history(group)
+
+    def _read_rounds(self) -> None:
+        """Read rounds in flight, if there are some: other things than rounds come now."""
+        if any(step.rounds is not None for step in self._pending):
+            self._read()
 
     def _drafting_of(self, policy: DecodePolicy) -> Drafting:
         if policy not in self._drafting:
