@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checks import file_path
+from kvjax.known_files import KnownFile
 from kvjax.models.checkpoint import ADAPTER_CONFIG, file_tensors, find_folder, sampled_digest
 from kvjax.models.fields import BELOW, LARGEST
 from kvjax.models.patterns import compiled
@@ -65,6 +66,7 @@ class Adapter:
         said: as it was given.
         folder: where it is.
         scale: what its sums are multiplied by, besides what `fields` say.
+        files: adapter_config.json and the weights, as they were when they were read.
         fields: adapter_config.json.
         modules: by a module's name in the model that it was trained on, its tensors by their names in peft
             ("lora_A.weight", ...).
@@ -75,6 +77,7 @@ class Adapter:
     said: str
     folder: Path
     scale: float
+    files: tuple[KnownFile, KnownFile]
     fields: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, Stored]]
     whole: Mapping[str, Stored]
@@ -94,7 +97,12 @@ class Adapter:
 
     def digest(self) -> str:
         """What tells it from another, and its scale; see `kvjax.models.checkpoint.sampled_digest`."""
-        return f"{sampled_digest(self.folder / ADAPTER_CONFIG, [self.folder / WEIGHTS])}:{self.scale!r}"
+        return f"{sampled_digest(self.files[0], self.files[1:])}:{self.scale!r}"
+
+    def check_same(self) -> None:
+        """`kvjax.models.checkpoint.Checkpoint.check_same`."""
+        for each in self.files:
+            each.check()
 
 
 def open_adapters(lora: str | Path | Sequence[str | Path] | None) -> tuple[Adapter, ...]:
@@ -118,7 +126,8 @@ def _open(said: str) -> Adapter:
     if not is_file(folder / ADAPTER_CONFIG):
         what = "a model, not an adapter: give it as the model" if os.path.isfile(folder / "config.json") else "no adapter of peft"
         raise ValueError(f"{folder} holds no {ADAPTER_CONFIG}: it is {what}")
-    fields = read_json(folder / ADAPTER_CONFIG)
+    config = KnownFile.of(folder / ADAPTER_CONFIG)
+    fields = read_json(config.path)
     try:
         _check(fields)
     except ValueError as error:
@@ -130,7 +139,10 @@ def _open(said: str) -> Adapter:
                 f"and save it again (model.save_pretrained(FOLDER) writes {WEIGHTS})"
             )
         raise ValueError(f"{folder} holds no {WEIGHTS}; {AGAIN} (one in adapter_model.bin, a pickle, is not read)")
-    return Adapter(said, folder, scale, fields, *_sorted(folder / WEIGHTS))
+    tensors = file_tensors(folder / WEIGHTS)
+    modules, whole, below = _sorted(folder / WEIGHTS, tensors)
+    files = config, next(iter(tensors.values())).known
+    return Adapter(said, folder, scale, files, fields, modules, whole, below)
 
 
 def _split(said: str) -> tuple[str, float]:
@@ -189,13 +201,13 @@ def _alpha(value: Any, name: str) -> None:
         raise ValueError(f"{name} is {value!r:.200}; it must be a finite number")
 
 
-def _sorted(file: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, Stored], dict[str, Stored]]:
+def _sorted(file: Path, tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], dict[str, Stored], dict[str, Stored]]:
     """The tensors of an adapter's file, as `Adapter` has them. ValueError for a type that cannot be read, and for half
     a pair."""
     modules: dict[str, dict[str, Stored]] = {}
     whole: dict[str, Stored] = {}
     below: dict[str, Stored] = {}
-    for name, stored in file_tensors(file).items():
+    for name, stored in tensors.items():
         if stored.dtype not in DTYPES:
             raise ValueError(f"{file}: {name:.200} is stored in {stored.dtype:.50}; supported: {', '.join(DTYPES)}")
         if 0 in stored.shape:

@@ -7,12 +7,13 @@ finds it, here or on the Hub.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,13 +21,14 @@ from typing import Any, Protocol
 import jax
 
 from kvjax.checks import file_path
+from kvjax.known_files import KnownFile
 from kvjax.model.config import ModelConfig
 from kvjax.model.weight_formats import place_of
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.interleaving import Order, order_of
-from kvjax.models.tensors import DTYPES, Stored, Tensor
+from kvjax.models.tensors import DTYPES, Stored, Tensor, header_of
 from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, named, read_json
 from kvjax.text.tokenizer_loading import read_tokenizer
 
@@ -92,12 +94,16 @@ class Checkpoint(Protocol):
     def digest(self) -> str:
         """What tells this checkpoint from another."""
 
+    def check_same(self) -> None:
+        """ValueError if a file that was read is another one now: what was read may be of two checkpoints."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
     """A folder with config.json, safetensors files and tokenizer (see `Checkpoint`)."""
 
     path: Path
+    _known: dict[Path, KnownFile] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def config_name(self) -> str:
@@ -106,20 +112,40 @@ class Folder:
 
     def fields(self) -> dict[str, Any]:
         """config.json."""
+        self._know(CONFIG_FILES[0])
         return read_json(self.path / "config.json")
 
     def generation(self) -> dict[str, Any] | None:
         """generation_config.json."""
+        self._know(CONFIG_FILES[1])
         path = self.path / "generation_config.json"
         return read_json(path) if is_file(path) else None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of its safetensors files."""
-        return dict(stored_tensors(self.path))
+        return dict(self._stored)
+
+    @functools.cached_property
+    def _stored(self) -> dict[str, Stored]:
+        self._know(WEIGHT_FILES[1])
+        found = stored_tensors(self.path)
+        self._known.update({each.file: each.known for each in found.values()})
+        return found
 
     def tokenizer(self) -> Any:
         """Its tokenizer."""
+        self._know(*TOKENIZER_FILES)
         return read_tokenizer(self.path)
+
+    def check_same(self) -> None:
+        """`Checkpoint.check_same`."""
+        for each in self._known.values():
+            each.check()
+
+    def _know(self, *patterns: str) -> None:
+        """Remember files as they are, before they are read for the first time."""
+        for path in filter(Path.is_file, itertools.chain.from_iterable(map(self.path.glob, patterns))):
+            self._known.setdefault(path, KnownFile.of(path))
 
     def number_type(self) -> str | None:
         """None."""
@@ -128,7 +154,9 @@ class Folder:
     def digest(self) -> str:
         """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and
         the end of each tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
-        return sampled_digest(self.path / "config.json", {each.file for each in stored_tensors(self.path).values()})
+        self._know(CONFIG_FILES[0])
+        files = {each.known for each in self._stored.values()}
+        return sampled_digest(self._known[self.path / CONFIG_FILES[0]], files)
 
 
 def open_checkpoint(path_or_id: str | Path, patterns: tuple[str, ...]) -> Checkpoint:
@@ -287,22 +315,19 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
     return tensors
 
 
-def sampled_digest(config: Path, files: Collection[Path]) -> str:
+def sampled_digest(config: KnownFile, files: Collection[KnownFile]) -> str:
     """A digest of a configuration, and of safetensors files: of each its size, its header, and some bytes of each
     tensor."""
-    with named(config):
-        found = hashlib.sha256(config.read_bytes())
-    for file in sorted(files):
-        with named(file), open(file, "rb") as opened:
-            (count,) = struct.unpack("<Q", opened.read(8))
-            header = opened.read(count)
-            found.update(f"{file.name} {file.stat().st_size}".encode() + header)
-            for name, entry in sorted(json.loads(header).items()):
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    for at in (begin, (begin + end) // 2, max(begin, end - SAMPLE)):
-                        opened.seek(8 + count + at)
-                        found.update(opened.read(min(SAMPLE, end - at)))
+    found = hashlib.sha256(config.read(0, config.size))
+    for file in sorted(files, key=lambda each: each.path):
+        count = header_of(file)[0]
+        header = file.read(8, count).tobytes()
+        found.update(f"{file.path.name} {file.size}".encode() + header)
+        for name, entry in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                for at in (begin, (begin + end) // 2, max(begin, end - SAMPLE)):
+                    found.update(file.read(8 + count + at, min(SAMPLE, end - at)))
     return found.hexdigest()
 
 
@@ -310,13 +335,20 @@ def file_tensors(file: Path) -> dict[str, Stored]:
     """Every tensor of a safetensors file; reads its header. ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
+    known = KnownFile.of(file)
     try:
         with named(file), safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-            return {name: Stored(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
+            names = opened.keys()
     except SafetensorError as error:
+        known.check()
         check_pointer(file)
         raise ValueError(f"{file} is not a whole safetensors file ({first_line(error)}); {AGAIN}") from error
+    size, header = header_of(known)
+
+    def stored(name: str, entry: Mapping[str, Any]) -> Stored:
+        return Stored(known, 8 + size + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"], name)
+
+    return {name: stored(name, header[name]) for name in names}
 
 
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:

@@ -138,10 +138,10 @@ def load(
     for weights that are not packed, on one device.
 
     Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for
-    tensors that are missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a
-    tokenizer that is missing, damaged or made by code of the checkpoint, which is never run; TypeError, with a hint,
-    for any other option. A tokenizer may have more ids than the model: then a warning names the first, and prompts that
-    hold one are refused.
+    tensors that are missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, for a
+    tokenizer that is missing, damaged or made by code of the checkpoint, which is never run, and for a file that
+    another program changes or replaces meanwhile; TypeError, with a hint, for any other option. A tokenizer may have
+    more ids than the model: then a warning names the first, and prompts that hold one are refused.
     """
     if unknown:
         refuse(unknown)
@@ -198,6 +198,8 @@ def load(
         params = jax.tree.unflatten(structure, list(_place_all(wanted, ways, tensors, chosen)))
     else:
         params = jax.tree.unflatten(structure, list(_place_parts(wanted, ways, structure, tensors, decoder, mesh)))
+    for each in (opened, *adapters):
+        each.check_same()
     model = CausalLM(decoder, params, own_tokenizer, "+".join([str(path_or_id), *(each.said for each in adapters)]))
     return model if draft_weights is None else model.with_draft_weights(draft_weights)
 
@@ -309,7 +311,7 @@ def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor]
             if own is not None:
                 placed = _with_piece(placed, w, start, pack(rows, own, w.name))
             elif len(rows) == w.shape[0]:
-                # jnp.asarray would compile a program for every shape. A copy: rows may be those of a mapped file.
+                # jnp.asarray would compile a program for every shape. A copy, in memory of JAX's own.
                 placed = jax.device_put(rows, may_alias=False).astype(dtype)
             else:
                 placed = _write_rows(jnp.zeros(w.shape, dtype) if placed is None else placed, rows, np.int32(start))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.text.checkpoint_files import named
+from kvjax.known_files import KnownFile
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -73,26 +74,47 @@ class RowsPacked(Tensor, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file, under the name `name`."""
+    """A tensor of a safetensors file, under the name `name`, from byte `start` of the file on."""
 
-    file: Path
+    known: KnownFile
+    start: int
     shape: tuple[int, ...]
     dtype: str
     name: str
 
+    @property
+    def file(self) -> Path:
+        """Where its file is, for errors."""
+        return self.known.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self._type.itemsize
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """`Tensor.read`."""
-        from safetensors import safe_open
-
-        with named(self.file), safe_open(self.file, framework="np") as opened:  # what was read stays mapped until it is closed
-            return opened.get_slice(self.name)[start:stop]
+        size = math.prod(self.shape[1:]) * self._type.itemsize
+        return self.bytes(start * size, stop * size).view(self._type).reshape(stop - start, *self.shape[1:])
 
     def read_columns(self, start: int, stop: int) -> np.ndarray:
         """Columns [start, stop) of all rows of a matrix."""
-        from safetensors import safe_open
+        (rows, columns), size = self.shape, self._type.itemsize
+        return self.known.read_parts(self.start + start * size, (stop - start) * size, rows, columns * size).view(self._type)
 
-        with named(self.file), safe_open(self.file, framework="np") as opened:
-            return opened.get_slice(self.name)[:, start:stop]
+    def read_whole(self) -> np.ndarray:
+        """The tensor, in the stored type. ValueError for a type that cannot be read."""
+        return self.bytes(0, self.nbytes).view(self._type).reshape(self.shape)
+
+    def bytes(self, first: int, last: int) -> np.ndarray:
+        """Bytes [first, last) of the tensor, uint8."""
+        return self.known.read(self.start + first, last - first)
+
+    @property
+    def _type(self) -> np.dtype:
+        if self.dtype not in _ANY_DTYPES:
+            raise ValueError(f"{self.name} is stored in {self.dtype}; {', '.join(_ANY_DTYPES)} can be read")
+        return _ANY_DTYPES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,40 +184,9 @@ class RowsOf(View):
         return first, last + 1, wanted - first
 
 
-def read_whole(stored: Stored) -> np.ndarray:
-    """A tensor, in the stored type."""
-    return mapped(stored).copy()
-
-
-def mapped(stored: Stored) -> np.ndarray:
-    """A tensor in the stored type, in the pages of its file: what is not looked at is not read. Read only; copy what is
-    kept.
-
-    safetensors reads those of 8-bit floats only for other frameworks, so the file is mapped here. ValueError for other
-    types.
-    """
-    dtype = _ANY_DTYPES.get(stored.dtype)
-    if dtype is None:
-        raise ValueError(f"{stored.name} is stored in {stored.dtype}; {', '.join(_ANY_DTYPES)} can be read")
-    with named(stored.file):
-        size, header = header_of(stored.file)
-        begin, end = header[stored.name]["data_offsets"]
-        if begin == end:
-            return np.zeros(stored.shape, dtype)
-        found = np.memmap(stored.file, np.uint8, "r", 8 + size + begin, (end - begin,))
-    return np.asarray(found).view(dtype).reshape(stored.shape)
-
-
-def header_of(path: Path) -> tuple[int, Mapping[str, Any]]:
+@functools.lru_cache(maxsize=16)  # each packed matrix asks for what it says of it, and a header may have a megabyte
+def header_of(known: KnownFile) -> tuple[int, Mapping[str, Any]]:
     """The size in bytes of a safetensors file's header, and the header. The file must be whole
     (`kvjax.models.checkpoint`)."""
-    said = path.stat()
-    return _header_of(path, (said.st_ino, said.st_size, said.st_mtime_ns))
-
-
-@functools.lru_cache(maxsize=16)  # a packed matrix asks for each of its parts, in pieces, and a header may have a megabyte
-def _header_of(path: Path, version: tuple[int, ...]) -> tuple[int, Mapping[str, Any]]:
-    """`header_of`. version: tells the file from what was at that path before."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return size, json.loads(file.read(size))
+    size = int.from_bytes(known.read(0, 8).tobytes(), "little")
+    return size, json.loads(known.read(8, size).tobytes())

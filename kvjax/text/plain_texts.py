@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvjax.text.long_texts import interruptible
+
 _PRIVATE = range(0xE000, 0xF8FF)
 """Unicode's private characters. Those that no text holds can mark places in texts."""
 
@@ -32,10 +34,10 @@ def tokenized(tokenizer: Any, text: str, **options: Any) -> Mapping[str, Any]:
 
 
 def _read[T](text: str, read: Callable[[], T]) -> T:
-    """What a call that reads a text returns. ValueError if it raises anything."""
+    """What a call that reads a text returns. ValueError if it raises anything but what Ctrl-C does."""
     try:
         text.encode()
-        return read()
+        return interruptible(text, read)
     except UnicodeEncodeError as error:
         raise ValueError(f"the text holds half of a surrogate pair at character {error.start}, which is not text") from None
     except PASSED_ON:

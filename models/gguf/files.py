@@ -10,11 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvjax.known_files import KnownFile
 from kvjax.models.gguf import architectures
 from kvjax.models.gguf.header import Header, read_header
 from kvjax.models.gguf.tensors import FLOATS, GgufTensor, check_types
 from kvjax.models.gguf.vocabulary import read_vocabulary
-from kvjax.text.checkpoint_files import is_file, named
+from kvjax.text.checkpoint_files import is_file
 
 SUFFIX = ".gguf"
 
@@ -38,10 +39,14 @@ class GgufFile:
         return f"the metadata of {self.path}"
 
     @functools.cached_property
+    def _known(self) -> list[KnownFile]:
+        return [KnownFile.of(file) for file in shards_of(self.path)]
+
+    @functools.cached_property
     def header(self) -> Header:
         """The metadata of the first file, and the tensors of all. ValueError for a file that is missing or damaged."""
-        files = shards_of(self.path)
-        headers = [read_header(file) for file in files]
+        files = [known.path for known in self._known]
+        headers = [read_header(known) for known in self._known]
         tensors = dict(headers[0].tensors)
         for each in headers[1:]:
             if twice := tensors.keys() & each.tensors.keys():
@@ -86,11 +91,14 @@ class GgufFile:
         found = hashlib.sha256(repr(sorted((key, str(value)[:1000]) for key, value in self.header.metadata.items())).encode())
         for name, entry in sorted(self.header.tensors.items()):
             found.update(f"{name} {entry.type.name} {entry.shape}".encode())
-            with named(entry.file), open(entry.file, "rb") as opened:
-                for at in (0, entry.nbytes // 2, max(0, entry.nbytes - SAMPLE)):
-                    opened.seek(entry.start + at)
-                    found.update(opened.read(min(SAMPLE, entry.nbytes - at)))
+            for at in (0, entry.nbytes // 2, max(0, entry.nbytes - SAMPLE)):
+                found.update(entry.known.read(entry.start + at, min(SAMPLE, entry.nbytes - at)))
         return found.hexdigest()
+
+    def check_same(self) -> None:
+        """`Checkpoint.check_same`."""
+        for each in self._known:
+            each.check()
 
 
 def shards_of(path: Path) -> list[Path]:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from kvjax.text.checkpoint_files import check_pointer, named
+from kvjax.known_files import KnownFile
+from kvjax.text.checkpoint_files import check_pointer
 from pallas_kernels.core.messages import shown
 
 DAMAGED = "the file is damaged: download it again"
@@ -58,11 +58,16 @@ _NUMBERS = {
 class Entry:
     """A tensor of a file, from byte `start` on. shape: the contiguous axis last."""
 
-    file: Path
+    known: KnownFile
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def file(self) -> Path:
+        """Where its file is, for errors."""
+        return self.known.path
 
     @property
     def nbytes(self) -> int:
@@ -70,10 +75,10 @@ class Entry:
         block, size = GGML_QUANT_SIZES[self.type]
         return math.prod(self.shape) // block * size
 
-    def raw(self) -> np.ndarray:
-        """Its bytes, uint8 [rows, bytes of a row], mapped from the file: they take memory only while they are read."""
-        with named(self.file):
-            return np.memmap(self.file, np.uint8, "r", self.start, (self.shape[0], self.nbytes // self.shape[0]))
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Bytes of rows [start, stop), uint8 [rows, bytes of a row], in a copy."""
+        size = self.nbytes // self.shape[0]
+        return self.known.read(self.start + start * size, (stop - start) * size).reshape(stop - start, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,43 +90,42 @@ class Header:
     tensors: Mapping[str, Entry]
 
 
-def read_header(file: Path) -> Header:
+def read_header(known: KnownFile) -> Header:
     """The header of a GGUF file. ValueError, in a sentence with the file's name, for anything else, and for a damaged
     one."""
-    check_pointer(file)
-    with named(file), open(file, "rb") as opened:
-        size = opened.seek(0, 2)
-        if size < 24:
-            raise ValueError(f"{file} has {size} bytes, and a GGUF file has at least 24: {DAMAGED}")
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(file, data).header()
+    check_pointer(known.path)
+    if known.size < 24:
+        raise ValueError(f"{known.path} has {known.size} bytes, and a GGUF file has at least 24: {DAMAGED}")
+    with known.opened() as opened:
+        return _Reader(known, opened).header()
 
 
 class _Reader:
     """Reads one file from its beginning on."""
 
-    def __init__(self, file: Path, data: mmap.mmap):
-        self.file, self.data, self.at, self.size = file, data, 0, len(data)
+    def __init__(self, known: KnownFile, opened: BinaryIO):
+        self.known, self.file, self.size, self.opened, self.at = known, known.path, known.size, opened, 0
 
     def error(self, what: str) -> ValueError:
         return ValueError(f"{self.file}: {what}; {DAMAGED}")
 
-    def take(self, count: int, what: str) -> int:
-        """The place of the next `count` bytes, which are passed. ValueError if the file has fewer."""
-        start = self.at
-        if count > self.size - start:
-            raise self.error(f"{what} takes {count:,} bytes, and the file has {self.size - start:,} more")
+    def take(self, count: int, what: str) -> bytes:
+        """The next `count` bytes. ValueError if the file has fewer."""
+        if count > self.size - self.at:
+            raise self.error(f"{what} takes {count:,} bytes, and the file has {self.size - self.at:,} more")
         self.at += count
-        return start
+        found = self.opened.read(count)
+        if len(found) < count:
+            raise self.known.changed()
+        return found
 
     def number(self, code: str, what: str) -> int:
-        return struct.unpack_from(code, self.data, self.take(struct.calcsize(code), what))[0]
+        return struct.unpack(code, self.take(struct.calcsize(code), what))[0]
 
     def string(self, what: str) -> str:
-        length = self.number("<Q", what)
-        start = self.take(length, what)
+        text = self.take(self.number("<Q", what), what)
         try:
-            return self.data[start : start + length].decode()
+            return text.decode()
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8 ({error.reason})") from None
 
@@ -146,7 +150,7 @@ class _Reader:
         return Header(self.file, metadata, self.placed(found, metadata.get("general.alignment", 32)))
 
     def check_version(self) -> None:
-        self.at, magic = 4, self.data[:4]
+        magic = self.take(4, "the name of the format")
         if magic != b"GGUF":
             old = ", an older format of llama.cpp: convert the original model again" if magic in (b"lmgg", b"fmgg", b"tjgg") else ""
             raise ValueError(f"{self.file} is not a GGUF file: it begins with {magic!r}{old or '; check the name, or download it again'}")
@@ -179,10 +183,10 @@ class _Reader:
 
     def numbers(self, kind: GGUFValueType, count: int, key: str) -> np.ndarray:
         dtype = np.dtype(_NUMBERS[kind])
-        start = self.take(dtype.itemsize * count, key)
+        found = self.take(dtype.itemsize * count, key)
         if kind == GGUFValueType.BOOL:  # any byte, of which numpy would make neither true nor false
-            return np.frombuffer(self.data[start : start + count], np.uint8) != 0
-        return np.frombuffer(self.data[start : start + dtype.itemsize * count], dtype)
+            return np.frombuffer(found, np.uint8) != 0
+        return np.frombuffer(found, dtype)
 
     def tensor(self, number: int) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string(f"the name of tensor {number}")
@@ -209,7 +213,7 @@ class _Reader:
                     f"{self.file}: {what} has type {kind}, which this release of the gguf package does not know; update it "
                     "(pip install -U gguf), or download a file of another type, such as Q8_0 or Q4_K_M"
                 )
-            entry = Entry(self.file, name, GGMLQuantizationType(kind), shape, begin + offset)
+            entry = Entry(self.known, name, GGMLQuantizationType(kind), shape, begin + offset)
             block = GGML_QUANT_SIZES[entry.type][0]
             if 0 in shape or shape[-1] % block or (block > 1 and len(shape) < 2):
                 raise self.error(f"{what} is {list(shape)}; {entry.type.name} needs rows of whole blocks of {block}, and no empty axis")

@@ -105,8 +105,12 @@ class GgufTensor:
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         """Bytes of rows [start, stop), in a copy."""
-        raw = self.entry.raw()
-        return np.array(raw[start:stop] if self.order is None else raw[self.order[start:stop]])
+        if self.order is None:
+            return self.entry.rows(start, stop)
+        # Heads may be in another order, so that ours lie in several places.
+        wanted, places = np.unique(self.order[start:stop], return_inverse=True)
+        parts = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
+        return np.concatenate([self.entry.rows(int(part[0]), int(part[-1]) + 1) for part in parts])[places]
 
 
 def widen(rows: np.ndarray, kind: Type) -> np.ndarray:

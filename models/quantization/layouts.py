@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping
 
 import jax
@@ -36,13 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.quantization.rules import Rule
-from kvjax.models.tensors import Stored, mapped
+from kvjax.models.tensors import Stored
 from pallas_kernels.core.matrices import ZERO, MatrixFormat, PackedMatrix
 
 AGAIN = "download the model again"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StoredMatrix:
     """A matrix as a checkpoint holds it: the tensors by their names in the layout. shape: (F, E), as the model needs
     it."""
@@ -53,8 +54,22 @@ class StoredMatrix:
     parts: Mapping[str, Stored]
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor, mapped."""
-        return mapped(self.parts[name])
+        """A tensor."""
+        return self.parts[name].read_whole()
+
+    def some(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a tensor."""
+        return self.parts[name].read(start, stop)
+
+    def held(self, name: str) -> np.ndarray:
+        """A tensor that lies along inputs, so that every piece of the matrix has some of all its rows. It stays in
+        memory until another matrix is read."""
+        if self not in _held:
+            _held.clear()
+        tensors = _held.setdefault(self, {})
+        if name not in tensors:
+            tensors[name] = self.array(name)
+        return tensors[name]
 
     @property
     def groups(self) -> int:
@@ -92,6 +107,10 @@ class StoredMatrix:
         if tuple(n for n in array.shape if n > 1) != tuple(n for n in blocks if n > 1):
             raise ValueError(f"{self.module} has {name} {list(array.shape)}, must be {list(blocks)}: {AGAIN}")
         return array.reshape(blocks)
+
+
+_held: weakref.WeakKeyDictionary[StoredMatrix, dict[str, np.ndarray]] = weakref.WeakKeyDictionary()
+"""What `StoredMatrix.held` has read, of one matrix."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,11 +244,11 @@ class _Plain(Layout):
         blocks = np.arange(start, stop) // own.rows
         columns = np.arange(matrix.shape[1]) // (own.columns or matrix.shape[1])
         zeros = matrix.factors(matrix.array("weight_zero_point"), "weight_zero_point", own.scales_shape(matrix.shape))
-        codes = matrix.array("weight")[start:stop]
+        codes = matrix.some("weight", start, stop)
         return Affine(codes, self.scales(matrix)[blocks], columns, zeros[blocks].astype(np.int16))
 
     def whole(self, matrix: StoredMatrix, own: MatrixFormat) -> PackedMatrix:
-        return PackedMatrix(matrix.array("weight").copy(), self.scales(matrix).copy(), format=own)
+        return PackedMatrix(matrix.array("weight"), self.scales(matrix).copy(), format=own)
 
 
 class _Words(Layout):
@@ -268,7 +287,7 @@ class _Words(Layout):
         return matrix.rule.format if holds and matrix.in_order("weight_g_idx") else None
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
-        codes = codes_of(matrix.array("weight_packed")[start:stop], matrix.rule.bits, matrix.shape[1])
+        codes = codes_of(matrix.some("weight_packed", start, stop), matrix.rule.bits, matrix.shape[1])
         scales = matrix.factors(matrix.array("weight_scale"), "scales", (matrix.shape[0], matrix.groups))[start:stop]
         zeros, columns = self.zeros(matrix), matrix.columns("weight_g_idx")
         if zeros is None:
@@ -309,8 +328,8 @@ class _Fp4(Layout):
             matrix.check("weight_global_scale", ((1,), ()), ("F32",))
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
-        codes = _HALVES[codes_of_bytes(matrix.array("weight_packed")[start:stop])]
-        stored = matrix.array("weight_scale")[start:stop]
+        codes = _HALVES[codes_of_bytes(matrix.some("weight_packed", start, stop))]
+        stored = matrix.some("weight_scale", start, stop)
         if matrix.rule.columns == 32:
             scales = exponents(stored, matrix.module)
         else:
@@ -329,8 +348,8 @@ class _Blocks(Layout):
         matrix.check("weight_scales", ((features, inputs // 32),), ("U8",))
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
-        codes = _HALVES[codes_of_bytes(matrix.array("weight_blocks")[start:stop].reshape(stop - start, -1))]
-        scales = exponents(matrix.array("weight_scales")[start:stop], matrix.module)
+        codes = _HALVES[codes_of_bytes(matrix.some("weight_blocks", start, stop).reshape(stop - start, -1))]
+        scales = exponents(matrix.some("weight_scales", start, stop), matrix.module)
         return Affine(codes, scales / np.float32(2), matrix.columns(""))
 
 
@@ -366,10 +385,10 @@ class _Awq(Layout):
         ours = slice(start - 8 * first, stop - 8 * first)
 
         def codes(name: str) -> np.ndarray:
-            words = codes_of(matrix.array(name)[:, first:last], 4, 8 * (last - first))
+            words = codes_of(matrix.held(name)[:, first:last], 4, 8 * (last - first))
             return words.reshape(len(words), -1, 8)[..., self.order].reshape(len(words), -1)[:, ours].T
 
-        scales, columns = matrix.array("scales")[:, start:stop].T, matrix.columns("")
+        scales, columns = matrix.held("scales")[:, start:stop].T, matrix.columns("")
         if "qzeros" not in matrix.parts:  # zero_point: false
             return Affine(codes("qweight").astype(np.int8) - np.int8(8), scales, columns)
         return Affine(codes("qweight"), scales, columns, codes("qzeros").astype(np.int16))
@@ -391,11 +410,11 @@ class _Gemv(Layout):
             matrix.check("qzeros", tuple((features, width) for width in widths), ("I32",))
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
-        codes = codes_of(matrix.array("qweight")[start:stop], 4, matrix.shape[1])
-        scales = matrix.array("scales")[start:stop, : matrix.groups]
+        codes = codes_of(matrix.some("qweight", start, stop), 4, matrix.shape[1])
+        scales = matrix.some("scales", start, stop)[:, : matrix.groups]
         if "qzeros" not in matrix.parts:  # zero_point: false
             return Affine(codes.astype(np.int8) - np.int8(8), scales, matrix.columns(""))
-        zeros = codes_of(matrix.array("qzeros")[start:stop], 4, matrix.groups)
+        zeros = codes_of(matrix.some("qzeros", start, stop), 4, matrix.groups)
         return Affine(codes, scales, matrix.columns(""), zeros.astype(np.int16))
 
 
@@ -417,14 +436,14 @@ class _GemvFast(Layout):
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
         first, last = start // 4, -(-stop // 4)
-        words = np.ascontiguousarray(matrix.array("qweight")[first:last]).view(np.uint16)
+        words = np.ascontiguousarray(matrix.some("qweight", first, last)).view(np.uint16)
         count, inputs = words.shape
         codes = np.stack([(words >> np.uint16(4 * place)).astype(np.uint8) & 15 for place in range(4)], axis=-1)
         codes = codes.reshape(count, inputs // 64, 4, 64).transpose(0, 2, 1, 3).reshape(4 * count, inputs // 32, 4, 2, 4)
         codes = codes.transpose(0, 1, 2, 4, 3)  # even and odd places of 8
         codes = codes.reshape(4 * count, inputs // 32, 4, 4, 2).transpose(0, 1, 3, 2, 4).reshape(4 * count, inputs)
         ours = slice(start - 4 * first, stop - 4 * first)
-        scales, offsets = (matrix.array(name)[: matrix.groups, start:stop].T for name in ("scales", "qzeros"))
+        scales, offsets = (matrix.held(name)[: matrix.groups, start:stop].T for name in ("scales", "qzeros"))
         return Affine(codes[ours], scales, matrix.columns(""), offsets=offsets)
 
 
@@ -445,7 +464,7 @@ class _Gptq(Layout):
         """[n, E/g]."""
         bits = matrix.rule.bits
         first, last = start // 32, -(-stop // 32)  # 32 codes fill whole words
-        words = matrix.array("qzeros")[:, first * bits : last * bits]
+        words = matrix.held("qzeros")[:, first * bits : last * bits]
         return codes_of(words, bits, stop - 32 * first)[:, start - 32 * first :].T.astype(np.int16) + matrix.rule.zero_shift
 
     def format_of(self, matrix: StoredMatrix) -> MatrixFormat | None:
@@ -453,8 +472,8 @@ class _Gptq(Layout):
         return matrix.rule.format if holds and matrix.in_order("g_idx") else None
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
-        codes = codes_of(matrix.array("qweight")[:, start:stop].T, matrix.rule.bits, matrix.shape[1])
-        scales = matrix.array("scales")[:, start:stop].T
+        codes = codes_of(matrix.held("qweight")[:, start:stop].T, matrix.rule.bits, matrix.shape[1])
+        scales = matrix.held("scales")[:, start:stop].T
         return Affine(codes, scales, matrix.columns("g_idx"), self.zeros(matrix, start, stop))
 
 
@@ -466,8 +485,8 @@ class _Bnb8(Layout):
         matrix.check("SCB", (matrix.shape[:1],), ("F32",))
 
     def rows(self, matrix: StoredMatrix, start: int, stop: int) -> Affine:
-        scales = matrix.array("SCB")[start:stop, None] * np.float32(7.874015718698502e-3)  # 1/127, as bitsandbytes has it
-        return Affine(matrix.array("weight")[start:stop], scales, matrix.columns(""))
+        scales = matrix.some("SCB", start, stop)[:, None] * np.float32(7.874015718698502e-3)  # 1/127, as bitsandbytes has it
+        return Affine(matrix.some("weight", start, stop), scales, matrix.columns(""))
 
 
 LAYOUTS: Mapping[str, Layout] = {

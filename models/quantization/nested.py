@@ -50,7 +50,7 @@ class Bnb4(Layout):
         """Shapes and types, and what the state says of them."""
         state, count = self.state(matrix), math.prod(matrix.shape)
         stored = matrix.parts["weight"]
-        if matrix.array("weight").nbytes != -(-count // 2):
+        if stored.nbytes != -(-count // 2):
             raise ValueError(f"{matrix.module} has weight {stored.dtype}{list(stored.shape)}, must hold {count} numbers of 4 bits: {AGAIN}")
         blocks = -(-count // state["blocksize"])
         nested = "weight.nested_absmax" in matrix.parts
@@ -94,10 +94,10 @@ class Bnb4(Layout):
         """Rows [start, stop) in float32."""
         state, inputs = self.state(matrix), matrix.shape[1]
         first, last, size = start * inputs, stop * inputs, state["blocksize"]
-        pairs = matrix.array("weight").reshape(-1).view(np.uint8)[first // 2 : -(-last // 2)]
+        pairs = matrix.parts["weight"].bytes(first // 2, -(-last // 2))
         codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(-1)[first % 2 :][: last - first]
         blocks = np.arange(first // size, -(-last // size))
-        scales = matrix.array("weight.absmax")[blocks[0] : blocks[-1] + 1]
+        scales = matrix.some("weight.absmax", int(blocks[0]), int(blocks[-1]) + 1)
         if "weight.nested_absmax" in matrix.parts:
             outer = matrix.array("weight.nested_absmax")[blocks // state["nested_blocksize"]]
             scales = matrix.array("weight.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])

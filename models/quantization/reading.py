@@ -17,7 +17,7 @@ from kvjax.models.quantization.layouts import LAYOUTS as _LAYOUTS
 from kvjax.models.quantization.nested import Bnb4
 from kvjax.models.quantization.rules import Published
 from kvjax.models.quantization.torchao import TorchAo
-from kvjax.models.tensors import Tensor, read_whole
+from kvjax.models.tensors import Tensor
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, check_packed
 
 LAYOUTS: Mapping[str, Layout] = {**_LAYOUTS, "bnb4": Bnb4(), "torchao": TorchAo()}
@@ -162,12 +162,12 @@ def _drop_tied_head(wanted: set[str], found: Mapping[str, PackedSource | Widened
     for part, stored in found[embed].matrix.parts.items():
         if (again := rest.pop(f"{head}.{part}", None)) is None:
             continue
-        if again.shape != stored.shape or again.dtype != stored.dtype or read_whole(again).tobytes() != read_whole(stored).tobytes():
+        if again.shape != stored.shape or again.dtype != stored.dtype or again.read_whole().tobytes() != stored.read_whole().tobytes():
             raise ValueError(f"{again.name} differs from {stored.name}, and config.json says tie_word_embeddings: download the model again")
 
 
 def _drop_empty_bias(module: str, wanted: set[str], rest: dict[str, Tensor]) -> None:
     """AutoGPTQ stores a bias of zeros for layers that have none."""
     name = f"{module}.bias"
-    if name in rest and name not in wanted and not read_whole(rest[name]).any():
+    if name in rest and name not in wanted and not rest[name].read_whole().any():
         del rest[name]

@@ -38,7 +38,7 @@ class TorchAo(Layout):
         """The kind of a matrix and its blocks, as the file's header says. ValueError for kinds that cannot be read."""
         stored = matrix.parts[_QDATA]
         name = f"{stored.name.removesuffix(_QDATA)}weight"
-        said: Any = (header_of(stored.file)[1].get("__metadata__") or {}).get(name, "")
+        said: Any = (header_of(stored.known)[1].get("__metadata__") or {}).get(name, "")
         try:
             found = json.loads(said[:_MAX_BYTES])
             kind, data = found["_type"], found["_data"]
@@ -117,18 +117,18 @@ class TorchAo(Layout):
         kind, (high, wide) = self.described(matrix)
         columns = np.arange(matrix.shape[1]) // wide
         if kind == "Int4Tensor":
-            codes = codes_of_bytes(matrix.array(_QDATA)[start:stop].view(np.uint8))
+            codes = codes_of_bytes(matrix.some(_QDATA, start, stop).view(np.uint8))
             codes = ((codes ^ 8).astype(np.int8) - np.int8(8)).astype(np.int8)  # four bits, signed
-            scales, offsets = (matrix.array(name)[:, start:stop].T for name in (_SCALE, _ZERO))
+            scales, offsets = (matrix.held(name)[:, start:stop].T for name in (_SCALE, _ZERO))
             return Affine(codes, scales, columns, offsets=offsets)
         blocks = np.arange(start, stop) // high
         scales = matrix.array(_SCALE).reshape(self.blocks(matrix))[blocks]
         zeros = matrix.array(_ZERO).reshape(self.blocks(matrix))[blocks].astype(np.int16) if _ZERO in matrix.parts else None
-        return Affine(matrix.array(_QDATA)[start:stop], scales, columns, zeros)
+        return Affine(matrix.some(_QDATA, start, stop), scales, columns, zeros)
 
     def whole(self, matrix: StoredMatrix, own: MatrixFormat) -> PackedMatrix:
         """The matrix on the host."""
         if _ZERO in matrix.parts and matrix.array(_ZERO).any():
             return super().whole(matrix, own)
         scales = matrix.factors(matrix.array(_SCALE), "scales", own.scales_shape(matrix.shape)).copy()
-        return PackedMatrix(matrix.array(_QDATA).copy(), scales, format=own)
+        return PackedMatrix(matrix.array(_QDATA), scales, format=own)

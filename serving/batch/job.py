@@ -14,9 +14,9 @@ continued, with the same number of slots, has the same output as one that was no
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,6 +42,7 @@ from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
 from kvjax.serving.batch.resume import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.progress import JobProgress
+from kvjax.text.long_texts import in_thread
 from kvjax.text.plain_texts import PASSED_ON, tokenized
 from kvjax.text.token_bounds import LONG
 
@@ -242,7 +243,7 @@ def prepared(
     while short or long or apart is not None:
         if apart is None and long:
             record = long.popleft()
-            apart = record, _in_thread(tried, record)
+            apart = record, in_thread(functools.partial(tried, record))
         if apart is not None and (apart[1].done() or not (short or busy())):
             record, future = apart
             apart = None
@@ -252,21 +253,6 @@ def prepared(
             yield record, tried(record)
         else:
             yield None, None
-
-
-def _in_thread[T, R](work: Callable[[T], R], given: T) -> Future[R]:
-    """What `work` makes of `given`, in a thread for which nobody waits at the end: Ctrl-C ends a job though a tokenizer
-    runs."""
-    future: Future[R] = Future()
-
-    def run_it() -> None:
-        try:
-            future.set_result(work(given))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run_it, name="kvjax tokenizer", daemon=True).start()
-    return future
 
 
 def _drain(results: deque[Result]) -> Iterator[Result]:

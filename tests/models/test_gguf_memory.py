@@ -1,5 +1,4 @@
-"""Loading a GGUF file takes its packed weights of host memory, and hardly more: pages of the mapped file do not
-count."""
+"""Loading a GGUF file takes its packed weights of host memory, and hardly more."""
 
 import json
 import subprocess

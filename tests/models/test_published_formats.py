@@ -20,7 +20,6 @@ from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import checkpoint, config_json, load
 from kvjax.models.loading import read_config, read_packing
 from kvjax.models.quantization.schemes import parse, split
-from kvjax.models.tensors import read_whole
 from pallas_kernels.core.matrices import is_packed, unpack
 
 CONFIG = altered(LEAST, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True)
@@ -258,7 +257,7 @@ def edited(tmp_path, format, edit):
     with safe_open(file, framework="np") as opened:
         names = list(opened.keys())
     stored = checkpoint.stored_tensors(tmp_path / "m")
-    tensors = {name: read_whole(stored[name]) for name in names}
+    tensors = {name: stored[name].read_whole() for name in names}
     edit(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
     return load(tmp_path / "m", tokenizer=False)

@@ -13,15 +13,16 @@ from host_peak import peak_of
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, same_params
 
+from kvjax.known_files import KnownFile
 from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import checkpoint, config_json, load, loading
-from kvjax.models.checkpoint import Wanted, stored_tensors
+from kvjax.models.checkpoint import Wanted, file_tensors, stored_tensors
 from kvjax.models.decoder import causal_mix
 from kvjax.models.loading import read_config, read_packing
 from kvjax.models.merged import Merged
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.schemes import parse
-from kvjax.models.tensors import RowsOf, Stored, header_of, read_whole
+from kvjax.models.tensors import RowsOf, Stored, header_of
 from pallas_kernels.core.matrices import is_packed, unpack
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -46,10 +47,10 @@ WIDENED = {
 
 @functools.cache
 def header():
-    return header_of(FILE)[1]
+    return header_of(KnownFile.of(FILE))[1]
 
 
-CASES = list(header_of(FILE)[1]["__metadata__"])
+CASES = list(header()["__metadata__"])
 
 
 def described(name):
@@ -60,9 +61,9 @@ def described(name):
 def stored(name):
     """The tensors of a case, by their names in a module, and what the library reads from them."""
     found = {}
-    for key, entry in header().items():
+    for key, tensor in file_tensors(FILE).items():
         if key.startswith(f"{name}/"):
-            found[key.removeprefix(f"{name}/")] = read_whole(Stored(FILE, tuple(entry["shape"]), entry["dtype"], key))
+            found[key.removeprefix(f"{name}/")] = tensor.read_whole()
     return found, found.pop("numbers")
 
 
@@ -221,7 +222,7 @@ def test_stored_types_do_not_count_those_of_widened_matrices(tmp_path):
     """What `dtype="auto"` takes is the type of the tensors that are stored as they are, also below views and
     adapters."""
     widened = matrix_of("bitsandbytes nf4", tmp_path)
-    plain = Stored(tmp_path / "m", (4,), "BF16", "norm")
+    plain = Stored(KnownFile.of(tmp_path), 0, (4,), "BF16", "norm")
     for each in (widened, RowsOf(widened, range(4)), Merged(RowsOf(widened, range(4)), ())):
         assert loading._stored_dtype([each, plain]) == jnp.bfloat16
 
