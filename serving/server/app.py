@@ -24,7 +24,7 @@ from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, Re
 from kvjax.serving.bodies import WrongField, check_once, from_json
 from kvjax.serving.server.auth import only_authorization
 from kvjax.serving.server.completion import TextCompletion
-from kvjax.serving.server.connections import FIRST_S, impatient, quick_handshakes
+from kvjax.serving.server.connections import ACCEPTED, FIRST_S, WAITING, impatient, quick_handshakes
 from kvjax.serving.server.openai_form import Asked, Form, asked, no_model, usage_of
 from kvjax.serving.server.options import tls_context
 
@@ -92,11 +92,12 @@ class Web:
 
         options = admission.options
         self._socket = bound
-        bound.listen(2048)
+        bound.listen(WAITING)
         self._routes = _Routes(admission)
         config = uvicorn.Config(
-            self._routes.app(), http=impatient(options.stall_s, 2 * options.max_calls + 16), log_config=None, access_log=False,
-            lifespan="off", ws="none", server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S,
+            self._routes.app(), http=impatient(options.stall_s, 2 * options.max_calls + 16), loop="asyncio", backlog=ACCEPTED,
+            timeout_keep_alive=IDLE_CONNECTION_S, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,
         )  # fmt: skip
         if options.certificate is not None:
             config.ssl_context_factory = lambda config, default: tls_context(*options.certificate)
@@ -106,6 +107,7 @@ class Web:
                 if options.certificate is not None:
                     quick_handshakes(min(FIRST_S, options.stall_s))
                 await super().startup(sockets)
+                bound.listen(WAITING)  # asyncio takes `backlog` for both: how many wait, and how many it takes at once
 
         self._server = Quick(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="kvjax http", daemon=True)
