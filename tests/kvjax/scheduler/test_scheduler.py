@@ -383,10 +383,12 @@ def test_a_step_with_somebodys_last_token_is_looked_at_before_the_next_is_put_to
     for sample in samples:
         batch.put(sample, np.array([6], np.int32), None)
     for token in (7, 8):
-        assert batch.group() is not None
+        assert (group := batch.group()) is not None
         packed = np.array([[1, 2, token, 0, 1], [3, 4, token, 0, 1], [0, 0, 0, 0, 0]], np.int32)
         sampled = SimpleNamespace(tokens=np.full(3, token, np.int32), counts=None, accepted=None)
-        taken, ended = read(batch.launched(SimpleNamespace(sampled=sampled, packed=packed, ends=None, history=None)), listening=False)
+        taken, ended = read(
+            batch.launched(group, SimpleNamespace(sampled=sampled, packed=packed, ends=None, history=None)), listening=False
+        )
         assert (len(taken), ended) == ((2, True) if token == 8 else (0, False))
     found = [(each.ids, each.issued, each.finish_reason, each.blocks, each.keys) for each in samples]
     assert found == [([6, 7, 8], 3, "length", 2, 4), ([6, 7, 8], 3, None, 6, 8)]
