@@ -383,7 +383,8 @@ def test_a_step_with_somebodys_last_token_is_looked_at_before_the_next_is_put_to
     for sample in samples:
         batch.put(sample, np.array([6], np.int32), None)
     for token in (7, 8):
-        assert (group := batch.group()) is not None
+        group = batch.group()
+        assert group is not None
         packed = np.array([[1, 2, token, 0, 1], [3, 4, token, 0, 1], [0, 0, 0, 0, 0]], np.int32)
         sampled = SimpleNamespace(tokens=np.full(3, token, np.int32), counts=None, accepted=None)
         taken, ended = read(
