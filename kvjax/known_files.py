@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -81,6 +83,13 @@ class KnownFile:
     def changed(self) -> ValueError:
         """What is raised."""
         return ValueError(f"{self.path} changed while it was loaded: load it again")
+
+
+@functools.lru_cache(maxsize=16)  # each packed matrix asks for what it says of it, and a header may have a megabyte
+def header_of(known: KnownFile) -> tuple[int, Mapping[str, Any]]:
+    """The size in bytes of a safetensors file's header, and the header. The file must be whole."""
+    size = int.from_bytes(known.read(0, 8).tobytes(), "little")
+    return size, json.loads(known.read(8, size).tobytes())
 
 
 def _version(found: os.stat_result) -> tuple[int, int, int, int]:

@@ -155,7 +155,8 @@ def _split(said: str) -> tuple[str, float]:
     scale = float(word) if _NUMBER.fullmatch(word) else math.nan
     if not math.isfinite(scale) or abs(scale) > LARGEST or not name:
         raise ValueError(
-            f"the adapter {said!r:.300} has the scale {word!r:.50}; write a finite number, as DIR:0.5, and the folder before it"
+            f"the adapter {said!r:.300} has the scale {word!r:.50}; write a number from {-LARGEST:g} to {LARGEST:g}, as DIR:0.5, and "
+            "the folder before it"
         )
     return name, scale
 
@@ -193,12 +194,12 @@ def _check(fields: Mapping[str, Any]) -> None:
 
 def _rank(value: Any, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < BELOW:
-        raise ValueError(f"{name} is {value!r:.200}; it must be a whole number above 0")
+        raise ValueError(f"{name} is {value!r:.200}; it must be a whole number from 1 to {BELOW - 1:,}")
 
 
 def _alpha(value: Any, name: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"{name} is {value!r:.200}; it must be a finite number")
+        raise ValueError(f"{name} is {value!r:.200}; it must be a number from {-LARGEST:g} to {LARGEST:g}")
 
 
 def _sorted(file: Path, tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], dict[str, Stored], dict[str, Stored]]:

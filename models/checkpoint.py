@@ -21,14 +21,14 @@ from typing import Any, Protocol
 import jax
 
 from kvjax.checks import file_path
-from kvjax.known_files import KnownFile
+from kvjax.known_files import KnownFile, header_of
 from kvjax.model.config import ModelConfig
 from kvjax.model.weight_formats import place_of
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.interleaving import Order, order_of
-from kvjax.models.tensors import DTYPES, Stored, Tensor, header_of
+from kvjax.models.tensors import DTYPES, Stored, Tensor
 from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, named, read_json
 from kvjax.text.tokenizer_loading import read_tokenizer
 

@@ -308,6 +308,7 @@ def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor]
             yield placed
             continue
         for start, rows in _pieces(tensors[w.name], 1 if own is None else own.rows):
+            rows = _in_range(rows, dtype, w.name) if own is None else rows
             if own is not None:
                 placed = _with_piece(placed, w, start, pack(rows, own, w.name))
             elif len(rows) == w.shape[0]:
@@ -350,7 +351,7 @@ def _place_parts(
         elif isinstance(own, RowsPacked):
             whole = own.read_packed(0, w.shape[0])
         elif own is None:
-            whole = np.concatenate([rows for _, rows in _pieces(tensors[w.name])]).astype(dtype)
+            whole = np.concatenate([_in_range(rows, dtype, w.name) for _, rows in _pieces(tensors[w.name])]).astype(dtype)
         else:
             packed = [jax.device_get(pack(rows, own, w.name)) for _, rows in _pieces(tensors[w.name], own.rows)]
             whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *packed)
@@ -364,6 +365,20 @@ def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | Pa
     if isinstance(own, RowsPacked):
         return own.format.empty(w.shape)
     return jax.ShapeDtypeStruct(w.shape, dtype) if own is None else own.empty(w.shape)
+
+
+def _in_range(rows: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The rows. ValueError if a finite number of them is an infinite one in `dtype`."""
+    if rows.dtype == dtype or not rows.size:
+        return rows
+    # Without its sign, the bits of a number are in the order of its size. NaN and infinity come last.
+    bits = rows.view(f"u{rows.itemsize}")
+    largest = (bits & bits.dtype.type((1 << (8 * rows.itemsize - 1)) - 1)).max().view(rows.dtype)
+    with np.errstate(all="ignore"):
+        if np.isfinite(largest.astype(dtype)) or not (np.isfinite(rows) & np.isinf(rows.astype(dtype))).any():
+            return rows
+    most = float(jnp.finfo(dtype).max)
+    raise ValueError(f"{name} holds numbers beyond {most:g}, the largest of {dtype.name}: load it with another dtype, such as float32")
 
 
 @functools.partial(jax.jit, donate_argnames="placed")

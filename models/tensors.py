@@ -7,12 +7,9 @@ A tensor has `name`, `shape`, `dtype` (the stored type, by safetensors' name) an
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -182,11 +179,3 @@ class RowsOf(View):
         if first < 0 or last >= self.tensor.shape[0]:
             raise ValueError(f"{self.name} has {self.tensor.shape[0]} rows, and row {last if first >= 0 else first} is needed")
         return first, last + 1, wanted - first
-
-
-@functools.lru_cache(maxsize=16)  # each packed matrix asks for what it says of it, and a header may have a megabyte
-def header_of(known: KnownFile) -> tuple[int, Mapping[str, Any]]:
-    """The size in bytes of a safetensors file's header, and the header. The file must be whole
-    (`kvjax.models.checkpoint`)."""
-    size = int.from_bytes(known.read(0, 8).tobytes(), "little")
-    return size, json.loads(known.read(8, size).tobytes())

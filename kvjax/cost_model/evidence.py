@@ -26,6 +26,7 @@ from typing import Any
 import filelock
 
 from kvjax.cost_model.records import Count, check_record, from_json
+from kvjax.known_files import KnownFile
 from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
@@ -176,8 +177,11 @@ def read_evidence(file: Path, kind: type[Evidence] = Evidence, remedy: str = REM
     """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, what is wrong, and the
     remedy: for what is no JSON, a missing or wrong checksum, and a missing, unknown or wrong field."""
     read_object(file, remedy)
+    known = KnownFile.of(file)
     check_sealed(file, remedy)
-    return read_list(file, "rows", lambda row: from_json(kind, row, "a row of evidence"), remedy)
+    rows = read_list(file, "rows", lambda row: from_json(kind, row, "a row of evidence"), remedy)
+    known.check()  # the checksum may be of other rows
+    return rows
 
 
 @functools.cache

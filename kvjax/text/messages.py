@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.checks import check_flag
+from kvjax.text.checkpoint_files import first_line
 from kvjax.text.plain_texts import PlainTexts, tokenized
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -123,7 +124,7 @@ def chat_ids(
     template_options: variables of the template, such as {"enable_thinking": False}. parse_special: whether special
     tokens that the messages or the variables hold are control tokens; False: they are plain text, so that nobody who
     writes a message can end it. ValueError for an option that is an argument of `apply_chat_template` itself, for
-    messages that the template does not accept, and if it leaves out what a tool returned.
+    messages that the template does not accept or makes an empty text of, and if it leaves out what a tool returned.
     """
     check_flag("parse_special", parse_special)
     if tokenizer is None:
@@ -137,7 +138,7 @@ def chat_ids(
     given = list(checked_messages(messages))
     _check_tools(given, template_options, tokenizer)
     if parse_special:  # the template writes the special tokens at the beginning and the end itself
-        text = rendered(given, template_options, tokenizer, answer=True)
+        text = _not_empty(rendered(given, template_options, tokenizer, answer=True))
         return tuple(tokenized(tokenizer, text, add_special_tokens=False)["input_ids"])
     plain = PlainTexts(tokenizer, given, template_options)
 
@@ -146,9 +147,16 @@ def chat_ids(
         changed = [change(message, answer=message["role"] == "assistant") | {"role": message["role"]} for message in given]
         return rendered(changed, change(template_options), tokenizer, answer=True)
 
-    ids = plain.ids(render(plain.mark))
+    ids = plain.ids(_not_empty(render(plain.mark)))
     plain.check(ids, render)
     return tuple(ids)
+
+
+def _not_empty(text: str) -> str:
+    """The text. ValueError if there is none."""
+    if not text:
+        raise ValueError("the model's chat template gave an empty text for these messages: give prompt, or correct the template")
+    return text
 
 
 def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any, *, answer: bool) -> str:
@@ -159,7 +167,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], 
     except ImportError:  # jinja2 is missing, so the record is not at fault
         raise
     except Exception as error:  # templates are programs that come with the model, and may raise anything
-        raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
+        raise ValueError(f"the model's chat template does not take these messages: {first_line(error)}") from error
 
 
 def _check_tools(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any) -> None:

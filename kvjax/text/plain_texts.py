@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvjax.text.checkpoint_files import first_line
 from kvjax.text.long_texts import interruptible
 
 _PRIVATE = range(0xE000, 0xF8FF)
@@ -43,7 +44,7 @@ def _read[T](text: str, read: Callable[[], T]) -> T:
     except PASSED_ON:
         raise
     except BaseException as error:  # a tokenizer may raise anything, Rust's PanicException too; it concerns only this text
-        raise ValueError(f"the tokenizer cannot read this text: {error!s:.200}") from error
+        raise ValueError(f"the tokenizer cannot read this text: {first_line(error)}") from error
 
 
 def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -53,7 +54,7 @@ def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = T
     except PASSED_ON:
         raise
     except BaseException as error:
-        raise ValueError(f"the tokenizer cannot write the text of these tokens: {error!s:.200}") from error
+        raise ValueError(f"the tokenizer cannot write the text of these tokens: {first_line(error)}") from error
 
 
 class PlainTexts:

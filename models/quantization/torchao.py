@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.known_files import header_of
 from kvjax.models.quantization.layouts import AGAIN, FLOATS, Affine, Layout, StoredMatrix, codes_of_bytes
 from kvjax.models.quantization.rules import REMEDY, is_block
-from kvjax.models.tensors import header_of
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix
 
 _KINDS = ("Float8Tensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")

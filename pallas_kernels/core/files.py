@@ -22,6 +22,9 @@ MAX_DEPTH = 50
 
 CHECKSUM = ',\n "crc": "'
 
+_NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a folder in which no file can be made."""
+
 
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
     """The figures as JSON can hold them. NaN and infinity, which JSON does not have, become null, and `error` names
@@ -130,14 +133,21 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     link is followed. overwrite: whether to replace a file that is there at the end of the block; False:
     FileExistsError, and that file stays.
 
-    Raises ValueError if `path` exists and is not a file, for example a device or a folder: it would be replaced by one.
+    Raises ValueError if `path` exists and is not a file, for example a device or a folder: it would be replaced by one;
+    and if its folder takes no new file.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} exists and is not a file; name another file to write to")
     partial = None
     try:
-        partial = _new_file(path.parent)
+        try:
+            partial = _new_file(path.parent)
+        except OSError as error:
+            if error.errno not in _NO_PLACE:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            said = f"{path} cannot be written: no file can be made in {path.parent} ({error.strerror})"
+            raise ValueError(f"{said}; name a file in another folder") from error
         yield partial
         if overwrite:
             os.replace(partial, path)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import LEAST, altered, random_model, same_params
 
 from kvjax import generation
-from kvjax.models import CausalLM, checkpoint, config_json, load, read_config, save
+from kvjax.models import CausalLM, checkpoint, config_json, load, loading, read_config, save
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
@@ -507,3 +507,15 @@ def test_what_is_saved_can_be_read_by_others(tmp_path):
     (tmp_path / "folder").mkdir()
     assert (tmp_path / "model").stat().st_mode == (tmp_path / "folder").stat().st_mode
     assert {path.stat().st_mode for path in (tmp_path / "model").iterdir()} == {(tmp_path / "file").stat().st_mode}
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_numbers_that_a_dtype_makes_infinite_are_refused(stored):
+    """What is rounded down is not, and what is not finite in the file stays so."""
+    least, below = {"float32": (65520, 65519.99), "bfloat16": (65536, 65280)}[stored]
+    for good in ([1000, -below], [np.inf, 1], [np.nan, 2], []):
+        rows = np.asarray(good, np.float32).astype(stored)
+        assert loading._in_range(rows, np.dtype(np.float16), "m") is rows
+    for bad in ([1, -least], [np.inf, least], [least, np.nan]):
+        with pytest.raises(ValueError, match="m holds numbers beyond 65504, the largest of float16"):
+            loading._in_range(np.asarray(bad, np.float32).astype(stored), np.dtype(np.float16), "m")

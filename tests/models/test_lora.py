@@ -175,9 +175,11 @@ FIELDS = [
     ({"init_lora_weights": ["olora"]}, "init_lora_weights is"),
     ({"bias": "some"}, "bias is 'some'; supported: 'none', 'all' and 'lora_only'"),
     ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; it must be a list of names"),
-    ({"r": 0}, "r is 0; it must be a whole number above 0"),
+    ({"r": 0}, "r is 0; it must be a whole number from 1 to 2,147,483,647"),
+    ({"r": 2**40}, "r is 1099511627776; it must be a whole number from 1 to 2,147,483,647"),
     ({"r": 5}, r"lora_A.weight is \[4, 24\], must be \[5, 24\] for .* and the rank 5 of adapter_config.json"),
-    ({"lora_alpha": float("inf")}, "lora_alpha is inf; it must be a finite number"),
+    ({"lora_alpha": float("inf")}, r"lora_alpha is inf; it must be a number from -1e\+30 to 1e\+30"),
+    ({"lora_alpha": 1e31}, r"lora_alpha is 1e\+31; it must be a number from -1e\+30 to 1e\+30"),
     ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
     ({"use_dora": True}, "comes without magnitudes, and use_dora is True"),
     ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern of q_proj is '4'"),
@@ -239,9 +241,18 @@ def test_a_packed_matrix_takes_no_adapter(case, tmp_path):
         load(tmp_path / "packed", lora=one, tokenizer=False)
 
 
+def test_sums_beyond_the_numbers_of_a_dtype_are_refused(case, tmp_path):
+    folder, (one,) = case("all")
+    large = changed(folder, one, tmp_path, tensors=with_tensor(f"{Q}lora_B.weight", ONES * 1e6))
+    for dtype in ("float32", "bfloat16"):
+        load(folder, lora=large, tokenizer=False, dtype=dtype)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.weight holds numbers beyond 65504, the largest of float16: load"):
+        load(folder, lora=large, tokenizer=False, dtype="float16")
+
+
 NAMES = [
     ("", "the adapter's name is empty"),
-    ("{one}:x", "has the scale 'x'; write a finite number, as DIR:0.5"),
+    ("{one}:x", "has the scale 'x'; write a number from .* as DIR:0.5"),
     ("{one}:nan", "has the scale 'nan'"),
     ("{one}:1_0", "has the scale '1_0'"),
     ("{one}:1e999", "has the scale '1e999'"),

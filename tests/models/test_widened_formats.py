@@ -13,7 +13,7 @@ from host_peak import peak_of
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, same_params
 
-from kvjax.known_files import KnownFile
+from kvjax.known_files import KnownFile, header_of
 from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import checkpoint, config_json, load, loading
 from kvjax.models.checkpoint import Wanted, file_tensors, stored_tensors
@@ -22,7 +22,7 @@ from kvjax.models.loading import read_config, read_packing
 from kvjax.models.merged import Merged
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.schemes import parse
-from kvjax.models.tensors import RowsOf, Stored, header_of
+from kvjax.models.tensors import RowsOf, Stored
 from pallas_kernels.core.matrices import is_packed, unpack
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -17,6 +17,7 @@ from kvjax.cache.page_manager import Reach, stored_pages
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.stores.blocks import Stored, arrays_of_rows, block_bytes
 from kvjax.checks import file_path
+from kvjax.known_files import KnownFile, header_of
 from pallas_kernels.core.files import replacing
 
 FORMAT, FORMER = "kvjax sequence 3", ("kvjax sequence 1", "kvjax sequence 2")
@@ -73,6 +74,7 @@ def read_sequence(
     path = file_path(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
+    known = KnownFile.of(path)
     try:
         with safe_open(str(path), framework="np") as file:
             metadata = file.metadata() or {}
@@ -80,7 +82,7 @@ def read_sequence(
                 raise ValueError(f"{path} was saved by an earlier version ({metadata['format']}): prefill again and save it again")
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a kvjax sequence file (format {metadata.get('format')!r:.60}, expected {FORMAT!r})")
-            _check_digest(path, metadata.get("sha256", ""), interrupt_point)
+            _check_digest(known, metadata.get("sha256", ""), interrupt_point)
             made_with = _header(path, metadata)
             for name, value in header.items():
                 if made_with.get(name) != value:
@@ -90,14 +92,15 @@ def read_sequence(
                 odd = sorted(set(file.keys()) ^ names)[0]
                 groups = ", ".join(group.name for group in spec.groups)
                 raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; the layer groups are {groups}")
-            tokens, keeps, stored = _tokens(path, file, vocab_size), _keeps(path, made_with), {}
+            tokens, keeps, stored = _tokens(known, file, vocab_size), _keeps(path, made_with), {}
             for group in spec.groups:
                 interrupt_point()
                 count = len(stored_pages(group, len(tokens), None if keeps is None else keeps[1]))
-                stored[group.name] = _tensor(path, file, f"pages.{group.name}", [count, block_bytes(spec, group.name)], "U8")
+                stored[group.name] = _tensor(known, file, f"pages.{group.name}", [count, block_bytes(spec, group.name)], "U8")
             for name in spec.state_groups:
                 for number, arrays in arrays_of_rows(spec, name, stored[name]).items():
                     _check_first(path, int(arrays["first"][0]), len(tokens), spec.layers[number].page_size)
+            known.check()  # the digest may be of other bytes than those that were read after it
             return tokens, stored, keeps
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
@@ -132,34 +135,36 @@ def _keeps(path: Path, header: dict) -> tuple[str, Reach] | None:
     return keeps["policy"], (reach[0], reach[1])
 
 
-def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:
-    shape = file.get_slice("tokens").get_shape()
+def _tokens(known: KnownFile, file: Any, vocab_size: int) -> list[int]:
+    path, shape = known.path, file.get_slice("tokens").get_shape()
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"{path} has tokens of shape {shape}, but needs a row of at least one")
-    tokens = _tensor(path, file, "tokens", shape, "I32")
+    tokens = _tensor(known, file, "tokens", shape, "I32")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"{path} holds token {low if low < 0 else high}, which is outside the vocabulary of {vocab_size}")
     return tokens.tolist()
 
 
-def _tensor(path: Path, file: Any, name: str, shape: list[int], dtype: str) -> np.ndarray:
+def _tensor(known: KnownFile, file: Any, name: str, shape: list[int], dtype: str) -> np.ndarray:
     """A tensor of the file; ValueError if it is not of this shape and dtype (safetensors' name). Both are compared
     first."""
-    held = file.get_slice(name)
+    path, held = known.path, file.get_slice(name)
     if held.get_shape() != shape:
         raise ValueError(f"{path} has {name} of shape {held.get_shape()}, but this engine's tokens and pages need {shape}")
     if held.get_dtype() != dtype:
         raise ValueError(f"{path} has {name} in {held.get_dtype()}, but it must be {dtype}")
-    return file.get_tensor(name)
+    size, fields = header_of(known)
+    begin, end = fields[name]["data_offsets"]
+    return known.read(8 + size + begin, end - begin).view({"I32": np.int32, "U8": np.uint8}[dtype]).reshape(shape)
 
 
-def _check_digest(path: Path, digest: str, interrupt_point: Callable[[], None]) -> None:
+def _check_digest(known: KnownFile, digest: str, interrupt_point: Callable[[], None]) -> None:
     """ValueError unless the file hashes to the digest that its header gives."""
-    with open(path, "rb") as file:
+    with known.opened() as file:
         place = _place_in_header(file, digest) if len(digest) == len(UNSIGNED) else -1
         if place < 0 or _digest(file, place, interrupt_point) != digest:
-            raise ValueError(f"{path} is damaged: its bytes are not those that were saved (SHA-256); prefill again and save it again")
+            raise ValueError(f"{known.path} is damaged: its bytes are not those that were saved (SHA-256); prefill again and save it again")
 
 
 def _place_in_header(file: BinaryIO, text: str) -> int:

@@ -1,6 +1,7 @@
 """Saved sequences: a byte that is not what was saved is found, and nothing that does not fit reaches the pages."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -153,6 +154,28 @@ def test_a_file_of_an_earlier_version_is_refused_in_one_sentence(engine, tmp_pat
         engine.restore(path)
     with pytest.raises(ValueError, match="there is no file"):
         engine.restore(tmp_path / "none")
+
+
+def rewrite_end(path):
+    with open(path, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes(range(8)))
+
+
+@pytest.mark.parametrize("change", [rewrite_end, lambda path: os.truncate(path, 4096)], ids=["rewritten", "cut"])
+def test_a_file_that_changes_after_its_digest_was_compared_is_refused(change, engine, saved, unchanged, tmp_path, monkeypatch):
+    path = tmp_path / "sequence"
+    path.write_bytes(saved)
+    os.utime(path, (1, 1))  # a clock of the file system may stand still between two writes of a test
+    real = sequence_file._check_digest
+
+    def checked(*given):
+        real(*given)
+        change(path)
+
+    monkeypatch.setattr(sequence_file, "_check_digest", checked)
+    with pytest.raises(ValueError, match="sequence changed while it was loaded: load it again"):
+        engine.restore(path)
 
 
 def test_save_leaves_no_partial_file(engine, text, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cost_model import recorded_evidence
+from kvjax.cost_model import evidence, recorded_evidence
 from kvjax.cost_model.evidence import EVIDENCE_FOLDER, known_evidence, record_evaluation, write_evidence
 
 RUN = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "fidelity-cascade.json"
@@ -101,6 +101,19 @@ def test_a_flipped_bit_of_recorded_evidence_is_refused(kept, run):
     kept.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="its checksum is of other content"):
         record_evaluation(of_another_model(run), "here.json")
+
+
+def test_evidence_that_changes_after_its_checksum_was_compared_is_refused(kept, monkeypatch):
+    os.utime(kept, (1, 1))  # a clock of the file system may stand still between two writes of a test
+    real = evidence.check_sealed
+
+    def checked(*given):
+        real(*given)
+        kept.write_bytes(kept.read_bytes())
+
+    monkeypatch.setattr(evidence, "check_sealed", checked)
+    with pytest.raises(ValueError, match=rf"^{kept} changed while it was loaded: load it again$"):
+        known_evidence(OTHER)
 
 
 def test_evidence_without_a_checksum_is_refused(kept):

@@ -415,6 +415,7 @@ def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
         (lambda e, s, rows: e.fork([s]), "a list stands where one sequence is needed"),
         (lambda e, s, rows: e.free([s]), "a list stands where one sequence is needed"),
         (lambda e, s, rows: e.save(s, "/dev/null"), "/dev/null is a device or a pipe"),
+        (lambda e, s, rows: e.save(s, "/proc/self/mem"), "/mem cannot be written: no file can be made in /proc/.*; name a file in another"),
         (lambda e, s, rows: e.save(s, None), "the path of a file is needed, as a string or a pathlib.Path, got None"),
         (lambda e, s, rows: e.save(s, "\ud800"), "the path of a file cannot hold half of a surrogate pair, got '"),
         (lambda e, s, rows: e.restore(5), "the path of a file is needed, as a string or a pathlib.Path, got 5"),

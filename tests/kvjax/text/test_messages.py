@@ -219,6 +219,21 @@ def test_a_tokenizer_that_cannot_read_them_as_text_says_so():
     assert chat_ids([{"role": "user", "content": "<|end|>"}], Slow(), {}, parse_special=True) == (1,)
 
 
+@pytest.mark.parametrize("parse_special", [False, True])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 'x' * 10 ** 17 }}", "the model's chat template does not take these messages: MemoryError$"),
+        ("{{ messages[5] }}", "the model's chat template gave an empty text for these messages"),
+    ],
+)
+def test_templates_that_give_nothing_are_said(template, said, parse_special):
+    tokenizer = copy.deepcopy(TOKENIZERS["bytes"])
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=said):
+        chat_ids([{"role": "user", "content": "a"}], tokenizer, {}, parse_special=parse_special)
+
+
 @pytest.mark.parametrize(
     ("message", "taken"),
     [
