@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvjax.registry import lives_in
+from kvjax.policy_homes import lives_in
 from pallas_kernels.core.renamed import answer
 
 if TYPE_CHECKING:  # what editors and type checkers see

@@ -2,8 +2,8 @@
 
 `kvjax.policies.decode` and `kvjax.policies.prefill` hold one `Registry` each. A built-in policy may live above them, as
 `auto` does, which needs engines to measure with, and `oracle`, which other policies are measured with. The front door
-`kvjax/__init__.py` then says where it is (`lives_in`), and its module is imported when the name is first used. Python
-runs the front door before any module of the package, so every import of kvjax knows these names.
+`kvjax/__init__.py` then says where it is (`kvjax.policy_homes`), and its module is imported when the name is first
+used. Python runs the front door before any module of the package, so every import of kvjax knows these names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from kvjax.policy_homes import homes
 
 _OWN_FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
 DECODE_FORMS = (
@@ -47,17 +49,9 @@ _FORM = re.compile(r"[^,(]+(?:\([^()]*\))?")
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _files: dict[tuple[Path, str], ModuleType] = {}
 """Files loaded so far, by path and SHA-256. An unchanged file gives the same class again, so its policies are equal."""
-_homes: dict[tuple[str, str], tuple[str, str]] = {}
-"""Module and class of built-in policies that are imported when first named, by kind and first word of the name."""
 
 LARGEST = 2**31 - 1
 """The largest number in a name: counts of blocks and tokens are 32-bit integers on the device."""
-
-
-def lives_in(kind: str, word: str, module: str, name: str) -> None:
-    """Let `word` and `word:ARGS` of one kind of policy stand for `name()` and `name("ARGS")` of a module, imported when
-    first named."""
-    _homes[kind, word] = module, name
 
 
 def forms_of(forms: str) -> list[str]:
@@ -146,7 +140,7 @@ class Registry:
         if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![\d.])\d+", form[1])):
             raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest possible: name a smaller one")
         try:
-            if home := _homes.get((self.kind, word)):
+            if home := homes.get((self.kind, word)):
                 module, made = home
                 return getattr(importlib.import_module(module), made)(*([args] if colon else []))
             return self._read(name)

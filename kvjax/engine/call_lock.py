@@ -55,15 +55,15 @@ class Interrupts(contextlib.ContextDecorator):
 
     def __init__(self):
         self._handler = self._press  # one object, so that it is known again
-        self._depth, self._pressed = 0, False
+        self._depth, self._pressed, self._before = 0, False, signal.default_int_handler
 
     def __enter__(self) -> Self:
         if not _in_main_thread():
             return self
         if not self._depth and (now := getsignal(signal.SIGINT)) is not self._handler:
-            if now is not signal.default_int_handler:
+            if now not in (signal.default_int_handler, _presses.handler):
                 return self
-            self._pressed = False
+            self._pressed, self._before = False, now
             set_handler(signal.SIGINT, self._handler)
         self._depth += 1
         return self
@@ -77,7 +77,7 @@ class Interrupts(contextlib.ContextDecorator):
                 self.check()
             return
         if getsignal(signal.SIGINT) is self._handler:
-            set_handler(signal.SIGINT, signal.default_int_handler)
+            set_handler(signal.SIGINT, self._before)
         if kind is None or issubclass(kind, Exception):  # who catches the error must not go on as if nobody had pressed Ctrl-C
             self.check()
         self._pressed = False
@@ -101,28 +101,79 @@ interrupts = Interrupts()
 AGAIN_SECONDS = 0.05
 
 
+class _Presses:
+    """Ctrl-C that takes effect a moment later, in the main thread. held: whether one waits until no module is being
+    imported."""
+
+    def __init__(self):
+        self.handler = self._press  # one object, so that it is known again
+        self.held, self._mine, self._timers = False, False, list[threading.Timer]()
+
+    def again(self) -> None:
+        """Press Ctrl-C in a moment."""
+
+        def press() -> None:
+            self._mine = True
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        self._timers.append(threading.Timer(AGAIN_SECONDS, press))
+        self._timers[-1].daemon = True
+        self._timers[-1].start()
+
+    def forget(self) -> None:
+        """Press no more."""
+        for each in self._timers:
+            each.cancel()
+        self.held = self._mine = False
+        self._timers.clear()
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        """Python's own handler, but that it waits while a module is imported, which may make an error of its own of it.
+        A second Ctrl-C does not wait."""
+        second, self._mine = self.held and not self._mine, False
+        self.held = _importing(frame) and not second
+        if not self.held:
+            raise KeyboardInterrupt
+        self.again()
+
+
+_presses = _Presses()
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported there."""
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextlib.contextmanager
 def pressed_again() -> Iterator[None]:
-    """For a whole program: a KeyboardInterrupt that Python drops (`Interrupts` says where) comes again a moment
-    later."""
-    before, timers = sys.unraisablehook, list[threading.Timer]()
+    """For a whole program: Ctrl-C is not lost, and leaves nothing half imported. One that Python drops (`Interrupts`
+    says where) comes again a moment later. So does one that comes while a module is imported, until none is; at
+    the end of the block it is raised. Nothing changes where the caller has a handler of Ctrl-C of its own."""
+    before, mine = sys.unraisablehook, _in_main_thread() and getsignal(signal.SIGINT) is signal.default_int_handler
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            _presses.again()
+        else:
             before(dropped)
-            return
-        main = threading.main_thread().ident
-        timers.append(threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT)))
-        timers[-1].daemon = True
-        timers[-1].start()
 
+    if mine:
+        set_handler(signal.SIGINT, _presses.handler)
     sys.unraisablehook = hook
     try:
         yield
+        if _presses.held:
+            raise KeyboardInterrupt
     finally:
         sys.unraisablehook = before
-        for each in timers:
-            each.cancel()
+        if mine and getsignal(signal.SIGINT) is _presses.handler:
+            set_handler(signal.SIGINT, signal.default_int_handler)
+        _presses.forget()
 
 
 def _in_main_thread() -> bool:

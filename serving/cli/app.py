@@ -106,16 +106,6 @@ def main(commands: typer.Typer | None = None) -> None:
     sys.exit(status)
 
 
-def run_and_leave() -> None:
-    """What `kvjax` runs: `main`, and then the process ends."""
-    try:
-        main()
-    except SystemExit as ended:
-        if "kvjax.compilation" in sys.modules:
-            sys.modules["kvjax.compilation"].leave(ended.code)
-        raise
-
-
 # --help lists commands in this order: those that answer prompts first.
 for name, command in {"batch": batch_command, "generate": generate_command, "score": score_command, "plan": plan_command}.items():
     app.command(name, cls=InPanels)(command)

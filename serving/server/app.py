@@ -68,6 +68,9 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 IDLE_CONNECTION_S = 5
 QUICK_JSON = 64 * 1024
 """Bytes of a body that is parsed between other things."""
+LONG_TEXTS = 2
+"""Requests with bodies above `QUICK_JSON` whose text is tokenized at once. That takes some 230 times the memory of the
+text."""
 MAX_SIMPLE_JSON = 2**20
 """Bytes of a body that does not wait for larger ones."""
 MAX_PIECES = 2**21
@@ -144,6 +147,7 @@ class _Routes:
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * admission.options.max_calls + 4, thread_name_prefix="kvjax http")
         self._parsers = _Parser(), _Parser()  # of bodies up to `MAX_SIMPLE_JSON`, and of larger ones
+        self._long_texts = asyncio.Semaphore(LONG_TEXTS)
         self._ending: set[asyncio.Future] = set()
 
     def close(self) -> None:
@@ -262,11 +266,12 @@ class _Routes:
 
     async def _wanted(self, content: bytearray, chat: bool) -> Asked:
         """What a body asks for, checked."""
+        given = chat, self._admission.runtime, self._admission.options
         if len(content) <= QUICK_JSON:
-            body = _json(content)
-        else:
-            body = await self._parsers[len(content) > MAX_SIMPLE_JSON].parse(content)
-        return await self._in_thread(asked, body, chat, self._admission.runtime, self._admission.options)
+            return await self._in_thread(asked, _json(content), *given)
+        body = await self._parsers[len(content) > MAX_SIMPLE_JSON].parse(content)
+        async with self._long_texts:
+            return await self._in_thread(asked, body, *given)
 
     async def _content(self, request: Request) -> bytearray:
         """A request's body. Of too many that are under way, the oldest is given up."""

@@ -415,7 +415,9 @@ class SessionCore:
         """The result of an engine's call, whose errors about sizes become ResourceExhausted."""
         try:
             return call()
-        except (OutOfPages, ValueError) as error:
+        except OutOfPages as short:
+            raise _too_few_pages(short) from short
+        except ValueError as error:
             raise ResourceExhausted(str(error)) from error
 
     def _with_room(self, call: Callable[[], Any], busy: Record) -> Any:
@@ -426,7 +428,7 @@ class SessionCore:
                 return call()
             except OutOfPages as short:
                 if not self._give_room(busy.sequence):
-                    raise ResourceExhausted(str(short)) from short
+                    raise _too_few_pages(short) from short
 
     def _promote(self, record: Record) -> None:
         self.engine.check_room(record.sequence.length, record.sequence)
@@ -552,7 +554,10 @@ class SessionCore:
             run.end(completion.finish_reason)
             return
         record = self.records.get(run.session_id)
-        run.end("error", ResourceExhausted(str(error)) if isinstance(error, OutOfPages | ValueError) else SessionError(str(error)))
+        if isinstance(error, OutOfPages):
+            run.end("error", _too_few_pages(error))
+        else:
+            run.end("error", ResourceExhausted(str(error)) if isinstance(error, ValueError) else SessionError(str(error)))
         if record is not None and self._broken(record.sequence):
             logger.warning("session %s: its cache was lost when a step failed; its history is prefilled again", record.id[:8])
             self._begin_again(record)
@@ -562,6 +567,16 @@ class SessionCore:
         engine = self.engine
         half_way = sequence.failed is not None or engine.slices_left(sequence) < engine.slices_left(None)
         return half_way or sequence not in engine.sequences
+
+
+def _too_few_pages(short: OutOfPages) -> ResourceExhausted:
+    """What the caller of a session is told, who can give no more pages. What whoever runs the server can do is
+    logged."""
+    logger.warning("%s", short)
+    if short.needed > short.total:
+        return ResourceExhausted(f"{short.needed:,} pages are needed, and there are only {short.total:,}: send a shorter history")
+    counted = f"{short.needed:,} needed, {short.free:,} free of {short.total:,}"
+    return ResourceExhausted(f"the pages are full ({counted}): try again later, or close sessions")
 
 
 def _refuse_to_wait() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib
 import signal
 import sys
 import threading
@@ -381,3 +382,22 @@ def test_what_else_python_drops_is_still_shown(monkeypatch):
     with call_lock.pressed_again():
         Broken()
     assert shown == [ValueError]
+
+
+def test_a_module_is_imported_whole_before_a_program_is_interrupted(tmp_path, monkeypatch):
+    """Half imported, C extensions make an error of their own of it."""
+    (tmp_path / "pressed_while_imported.py").write_text(
+        "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
+    )
+    (tmp_path / "pressed_twice.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), call_lock.pressed_again():
+        importlib.import_module("pressed_while_imported")
+    assert sys.modules.pop("pressed_while_imported").whole
+    with pytest.raises(KeyboardInterrupt), call_lock.pressed_again(), call_lock.interrupts:  # which note it in their own way
+        importlib.import_module("pressed_while_imported")
+    assert sys.modules.pop("pressed_while_imported").whole
+    with pytest.raises(KeyboardInterrupt), call_lock.pressed_again():
+        importlib.import_module("pressed_twice")
+    assert "pressed_twice" not in sys.modules
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -403,3 +403,21 @@ def test_demo_hands_over_its_options(kvjax, monkeypatch, tmp_path):
     status, _, err = kvjax("demo", "--picture", tmp_path / "none" / "a.png")
     assert status == 2
     assert "no folder" in err
+
+
+@pytest.mark.parametrize(("module", "command"), [("typer", ["--help"]), ("jax", ["plan", "-m", "needle"])])
+def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_traceback(module, command):
+    """It is pressed when the module is looked for, which is before any line of the command runs, or in the command."""
+    pressed = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Press:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Press())\n"
+        "from kvjax.serving.cli import run_and_leave\n"
+        "run_and_leave()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", pressed, *command], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")

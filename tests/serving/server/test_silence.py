@@ -308,6 +308,32 @@ def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, 
     assert most == [1, 1, 1]
 
 
+def test_few_long_texts_are_tokenized_at_once_beside_short_ones(engine, monkeypatch):
+    """Each takes much memory meanwhile."""
+    parsed, inside, most, go_on, real = [], [], [], threading.Event(), app._json
+
+    def slowly(body, *given):
+        if len(body["prompt"]) > app.QUICK_JSON:
+            inside.append(body)
+            most.append(len(inside))
+            assert go_on.wait(WAIT)
+            inside.remove(body)
+        raise InvalidArgument("it was looked at")
+
+    monkeypatch.setattr(app, "_json", lambda content: parsed.append(content) or real(content))
+    monkeypatch.setattr(app, "asked", slowly)
+    with serving(engine, http_port=0) as server, contextlib.ExitStack() as stack:
+        posts = [stack.enter_context(http(server)) for _ in range(5)]
+        for number, each in enumerate(posts):
+            body = json.dumps({"prompt": str(number) * (app.QUICK_JSON + 1 if number < 4 else 9)}).encode()
+            each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            until(lambda number=number: len(parsed) == number + 1)
+        assert b" 400 " in posts.pop().recv(100)
+        go_on.set()
+        assert all(b" 400 " in each.recv(100) for each in posts)
+    assert max(most) == app.LONG_TEXTS
+
+
 def test_a_body_that_is_announced_as_too_large_is_refused_before_it_comes(engine):
     with serving(engine, http_port=0) as server, http(server) as post:
         post.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 17000000\r\n\r\n{")

@@ -23,11 +23,13 @@ from session_servers import WAIT, serving, until
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime, TopBlocks
+from kvjax.cache import OutOfPages
 from kvjax.client import Client
 from kvjax.client.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
 from kvjax.client.wire import protocol
 from kvjax.serving.server.grpc_calls import _Talk
 from kvjax.serving.server.options import ServerOptions
+from kvjax.serving.sessions.core import SessionCore
 from kvjax.serving.sessions.generation import Generation, Run
 from kvjax.serving.sessions.journal import Journal, _end_mark
 
@@ -602,3 +604,26 @@ def test_a_folder_in_the_place_of_a_file_of_sessions_is_said(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=rf"{name} cannot be .*; delete it"):
         list(Journal(tmp_path, "model").load())
+
+
+def test_a_caller_without_pages_reads_what_it_can_do_and_the_log_what_the_operator_can(caplog):
+    """The caller cannot give the engine more pages."""
+    short = OutOfPages(3, 1, PAGES, "give more pages, on the command line --pages")
+
+    def take():
+        raise short
+
+    nobody_gives = SimpleNamespace(_give_room=lambda needing: False)
+    for call in (
+        lambda: SessionCore._with_room(nobody_gives, take, SimpleNamespace(sequence=None)),
+        lambda: SessionCore._told(nobody_gives, take),
+    ):
+        caplog.clear()
+        with pytest.raises(ResourceExhausted) as caught:
+            call()
+        assert str(caught.value) == f"the pages are full (3 needed, 1 free of {PAGES}): try again later, or close sessions"
+        assert caught.value.__cause__ is short, "sessions with a window are looked after"
+        assert str(short) in caplog.text
+    short = OutOfPages(PAGES + 1, 1, PAGES)
+    with pytest.raises(ResourceExhausted, match=f"^{PAGES + 1} pages are needed, and there are only {PAGES}: send a shorter history$"):
+        SessionCore._told(nobody_gives, take)
