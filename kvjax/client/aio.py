@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class AsyncClient:
         import grpc
 
         self._closed = False
+        self.streams = weakref.WeakSet[AsyncIterator[int]]()  # that are being read
         self.connection = each = Connection(address, **options)
         if each.root_certificate is None:
             self._channel = grpc.aio.insecure_channel(address, options=each.options)
@@ -68,7 +70,11 @@ class AsyncClient:
         return found
 
     async def close(self) -> None:
-        """Close the connection. Sessions live on, until they have been idle for too long."""
+        """Close the connection. Generations that are being read end as if their loops were left. Sessions live on,
+        until they have been idle for too long."""
+        for each in tuple(self.streams):
+            with contextlib.suppress(SessionError, RuntimeError):  # the server is gone, or another task reads it
+                await each.aclose()
         self._closed = True
         await self._channel.close()
 
@@ -139,7 +145,9 @@ class AsyncSession:
         timeout = arguments.seconds("timeout", timeout)
         heard = arguments.instance("heard", heard, (Heard,), "a kvjax.client.shared.Heard") or Heard()
         # What is wrong is said now, and not when the iteration begins.
-        return self._tokens(generate_request(self.id, self.length, sampling), timeout, heard)
+        tokens = self._tokens(generate_request(self.id, self.length, sampling), timeout, heard)
+        self._client.streams.add(tokens)
+        return tokens
 
     async def _tokens(self, request: Any, timeout: float | None, heard: Heard) -> AsyncIterator[int]:
         given = attempt = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ class Client:
         import grpc.experimental
 
         self._closed = False
+        self.streams = weakref.WeakSet[Iterator[int]]()  # that are being read
         self.connection = each = Connection(address, **options)
         # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each
         # token.
@@ -79,7 +81,11 @@ class Client:
         return found
 
     def close(self) -> None:
-        """Close the connection. Sessions live on, until they have been idle for too long."""
+        """Close the connection. Generations that are being read end as if their loops were left. Sessions live on,
+        until they have been idle for too long."""
+        for each in tuple(self.streams):
+            with contextlib.suppress(SessionError, ValueError):  # the server is gone, or another thread reads it
+                each.close()
         self._closed = True
         self._channel.close()
 
@@ -168,7 +174,9 @@ class Stream(Heard):
         if self._begun:
             raise RuntimeError("a generation can be iterated over once: call generate again for more tokens")
         self._begun = True
-        return self._tokens()
+        tokens = self._tokens()
+        self._client.streams.add(tokens)
+        return tokens
 
     def _tokens(self) -> Iterator[int]:
         given, attempt = 0, 0

@@ -12,6 +12,7 @@ from kvjax.text.checkpoint_files import AGAIN, check_pointer, check_utf8, first_
 from kvjax.text.plain_texts import PASSED_ON
 from kvjax.text.token_bounds import check_growth, check_ids
 from kvjax.text.transformers_import import import_transformers
+from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,27 @@ def _check_ids(folder: Path, found: Sequence[str]) -> None:
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
         if isinstance(vocab, Mapping):  # Unigram has a list, whose places are the ids
             check_ids(vocab, folder / "tokenizer.json")
+            _check_merges(model, folder / "tokenizer.json")
         return
     if "vocab.json" in found:
         check_ids(read_json(folder / "vocab.json"), folder / "vocab.json")
     if "tokenizer.model" in found:
         check_ids(_ranks(folder / "tokenizer.model"), folder / "tokenizer.model")
+
+
+def _check_merges(model: Mapping[str, Any], file: Path) -> None:
+    """ValueError if the second part of a merge does not begin with the prefix of tokens inside a word. The library
+    cuts the prefix off without a look at what it cuts, and may end the process."""
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if isinstance(parts, list) and len(parts) == 2 and isinstance(parts[1], str) and not parts[1].startswith(prefix):
+            raise ValueError(
+                f"{file} has the merge {shown(merge)}, whose second part does not begin with its continuing_subword_prefix, "
+                f"{shown(prefix)}; {AGAIN}"
+            )
 
 
 def _ranks(path: Path) -> dict[str, int]:

@@ -87,6 +87,16 @@ class Journal:
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
 
+    def _again(self, offset: int, **known: Any) -> dict[str, Any]:
+        """The entry at an offset, read again. ValueError if it is not what was written or read there. known: fields of
+        it."""
+        with self._named():
+            self._file.seek(offset)
+            entry = _entry(self._file.readline(), self.KEYS, self._first)
+        if entry is None or not known.items() <= entry.items():
+            raise ValueError(f"{self.path} changed while the job ran: at byte {offset:,} there is another line; delete it to start over")
+        return entry
+
     def _lock(self) -> None:
         for pause in (*LOCK_PAUSES, None):  # a command that looks at the file before it loads a model holds the lock for a moment
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -123,8 +122,7 @@ class Partial(Journal):
 
     def _outputs(self, taken: Collection[int] = ()) -> Iterator[dict[str, Any]]:
         for line in sorted(self._spans):
-            self._file.seek(self._spans[line])
-            yield named(json.loads(self._file.readline())["output"], line, taken)
+            yield named(self._again(self._spans[line], line=line)["output"], line, taken)
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
         if self._lines is not None and entry["line"] not in self._lines:

@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvjax.client.errors import ResourceExhausted
+from kvjax.client.errors import FailedPrecondition, ResourceExhausted
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +122,21 @@ class Journal:
         self._ends[session_id] = len(content), checksum
 
     def extend(self, session_id: str, tokens: Sequence[int]) -> None:
-        """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not
-        there."""
+        """Write tokens after those of a session. ResourceExhausted if the disk is full, FailedPrecondition if the file
+        does not end as it was left; then they count as not there."""
         if not tokens:
             return
         start, former = self._ends[session_id]
         record, checksum = _record(array.array("i", tokens), former)
         content, written = record + _end_mark(checksum), 0
         with _disk_errors():
-            handle = os.open(self._path(session_id), os.O_WRONLY | os.O_NOFOLLOW)
             try:
+                handle = os.open(self._path(session_id), os.O_RDWR | os.O_NOFOLLOW)
+            except (FileNotFoundError, IsADirectoryError):
+                raise _changed(session_id) from None
+            try:
+                if os.pread(handle, HEAD.size + 1, start) != _end_mark(former):
+                    raise _changed(session_id)
                 try:
                     while written < len(content):  # one call writes at most 2 GiB
                         written += os.pwrite(handle, content[written:], start + written)
@@ -209,6 +214,11 @@ def _mend(path: Path, content: bytes, end: int, checksum: int, tokens: int) -> N
     what = "half a record, as after a kill" if rest.strip(b"\0") else "zeros, as after a loss of power"
     said = f"session %s: its file ends in {what}; its history has the %d tokens before, and the %d bytes are in %s"
     logger.warning(said, path.stem[:8], tokens, len(rest), torn)
+
+
+def _changed(session_id: str) -> FailedPrecondition:
+    said = "was changed by another program, so nothing is added to it: restore it, or close the session"
+    return FailedPrecondition(f"the file of session {session_id[:8]} {said}")
 
 
 @contextlib.contextmanager

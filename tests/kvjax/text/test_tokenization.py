@@ -247,6 +247,11 @@ def test_parse_special_is_true_or_false(value):
         encode(None, [1, 2], parse_special=value)
 
 
+def test_bytes_are_no_ids():
+    for given in (b"ab", bytearray(b"ab"), memoryview(b"ab")):
+        assert TokenIds.read(given) is None
+
+
 @pytest.mark.parametrize("ids", [5, np.array(5), "text", None])
 def test_input_ids_are_a_list(ids):
     with pytest.raises(ValueError, match="the input_ids of a prompt must be a list of token ids, got"):

@@ -19,7 +19,7 @@ from kvjax.models import FAMILIES, load, needle, save
 from kvjax.text.plain_texts import tokenized
 from kvjax.text.token_bounds import LONG, MAX_HOLES
 from kvjax.text.tokenization import encode
-from kvjax.text.tokenizer_loading import read_tokenizer
+from kvjax.text.tokenizer_loading import _check_merges, read_tokenizer
 
 VOCAB = {"<unk>": 0, "</s>": 3} | {f"w{n}": n for n in range(40) if n not in (0, 3)}
 CODE = """
@@ -353,6 +353,22 @@ def test_ids_far_beyond_the_number_of_tokens_are_refused(kind, plain, tmp_path, 
         token = "YWI=" if kind == "tokenizer.model" else "ab"
         with pytest.raises(ValueError, match=rf"{file} gives token '{token}' the id {number}, and has \d+ tokens: its ids may go up to"):
             read_tokenizer(file.parent)
+
+
+@pytest.mark.parametrize(("merges", "right"), [(["a b"], False), ([["a", "##b"], ["é", "é"]], False), (["a ##b"], True)])
+def test_merges_without_the_prefix_of_their_tokens_are_refused(merges, right, plain, tmp_path, monkeypatch):
+    """The library cuts the prefix off unseen: a piece of a character ends the process."""
+    shutil.copytree(plain, tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    vocab = {token: number for number, token in enumerate(("a", "b", "##b", "ab", "é", "éé"))}
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "continuing_subword_prefix": "##"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model}))
+    if right:
+        _check_merges(model, file)
+        return
+    monkeypatch.setattr("kvjax.text.tokenizer_loading.import_transformers", lambda: pytest.fail("transformers must not see it"))
+    with pytest.raises(ValueError, match=f"{file} has the merge .* whose second part does not begin with its continuing_subword_prefix"):
+        read_tokenizer(file.parent)
 
 
 @pytest.mark.parametrize("value", [[1, 2, 3], "512", {}])

@@ -141,6 +141,27 @@ def test_a_flipped_bit_gives_no_other_content(path, step):
     assert dropped > 20
 
 
+@pytest.mark.parametrize("change", ["a letter", "no text", "cut", "other line"])
+def test_a_file_that_changes_while_the_job_runs_gives_no_other_answers(path, change):
+    partial = Partial(path, JOB)
+    for line in (1, 2, 3):
+        partial.append(result(line, f"answer {line}"))
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    changed = {
+        "a letter": whole.replace(b"answer 2", b"answer 7"),
+        "no text": whole.replace(b"answer 2", b"answer \xff"),
+        "cut": whole[:-20],
+        "other line": b"".join([*lines[:2], lines[1], *lines[3:]]),
+    }[change]
+    path.write_bytes(changed)
+    with pytest.raises(ValueError, match=r"out\.jsonl\.partial changed while the job ran: at byte [\d,]+ there is another line"):
+        partial.finish(path.with_name("out.jsonl"))
+    partial.close()
+    assert path.read_bytes() == changed, "what is left of the answers is kept"
+    assert not path.with_name("out.jsonl").exists()
+
+
 def test_a_line_of_another_jobs_file_is_refused(path, tmp_path):
     lines = begin(path, 1, 2, 3).read_bytes().splitlines(keepends=True)
     other = tmp_path / "other.partial"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import datetime
+import gc
 import io
 import json
 import logging
@@ -157,6 +158,33 @@ def test_cancellation_and_deadlines_free_the_slot(client, server):
     until(lambda: quiet(server))
     assert session.info().history_tokens == before
     session.close()
+
+
+def test_a_client_that_is_closed_ends_what_is_read(server, recwarn):
+    """As if the loop was left: the tokens that were read join the history."""
+    address = f"127.0.0.1:{server.port}"
+    with Client(address) as used:
+        session = used.create_session(TEXT[:20])
+        stream = iter(session.generate(max_new_tokens=300, stop_token_ids=()))
+        found = [next(stream) for _ in range(2)]
+    assert next(stream, None) is None
+
+    async def talk():
+        async with AsyncClient(address, timeout_s=WAIT) as client:
+            other = await client.create_session(TEXT[:20])
+            tokens = other.generate(max_new_tokens=300, stop_token_ids=())
+            found = [await anext(tokens) for _ in range(2)]
+        assert await anext(tokens, None) is None
+        return other.id, found
+
+    known, also = asyncio.run(talk())
+    assert also == found
+    with Client(address) as again:
+        assert [again.session(each).info().history_tokens for each in (session.id, known)] == [22, 22]
+        for each in (session.id, known):
+            again.session(each).close()
+    gc.collect()
+    assert not [each for each in recwarn if issubclass(each.category, pytest.PytestUnraisableExceptionWarning)]
 
 
 def test_a_cancelled_call_frees_its_slot_before_the_second_step(client, server, monkeypatch):

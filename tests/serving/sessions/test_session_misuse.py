@@ -213,6 +213,37 @@ def test_a_sweep_that_fails_ends_no_runtime(engine, monkeypatch, caplog):
         assert runtime.create([1]).info().history_tokens == 1
 
 
+@pytest.mark.parametrize("change", ["cut", "longer", "swapped", "end mark", "deleted"])
+def test_nothing_is_added_to_a_file_that_another_program_changed(tmp_path, change):
+    """Else what is told to be there is lost after a restart."""
+    journal = Journal(tmp_path, "model")
+    one, other = (tmp_path / f"{letter * 32}.session" for letter in "ab")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2, 3]))
+    journal.create("b" * 32, "dense", array.array("i", [4, 5, 6]))
+    whole = one.read_bytes()
+    changed = {
+        "cut": whole[: len(whole) // 2],
+        "longer": whole + b"\0",
+        "swapped": other.read_bytes(),
+        "end mark": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "deleted": None,
+    }[change]
+    one.unlink()
+    if changed is not None:
+        one.write_bytes(changed)
+    said = "the file of session aaaaaaaa was changed by another program, so nothing is added to it: restore it, or close the session"
+    with pytest.raises(FailedPrecondition, match=said):
+        journal.extend("a" * 32, [7])
+    assert changed is None or one.read_bytes() == changed
+    journal.extend("b" * 32, [7])
+    one.write_bytes(whole)
+    journal.extend("a" * 32, [8])
+    journal.close()
+    again = Journal(tmp_path, "model")
+    assert [each.history.tolist() for each in again.load()] == [[1, 2, 3, 8], [4, 5, 6, 7]]
+    again.close()
+
+
 def test_any_damaged_byte_of_a_record_is_noticed(tmp_path):
     """Not only of its tokens: a number of tokens that is too large must not look like a record that a kill cut off."""
     journal = Journal(tmp_path, "model")
