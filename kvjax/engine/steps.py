@@ -47,6 +47,9 @@ from kvjax.policies.decode.base import keys_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
 from pallas_kernels.core import pages
 
+NO_KEYS = -(2**24)
+"""In place of a count of listed blocks, which is smaller: so a mesh needs no exchange of its own for it."""
+
 
 class Draft(NamedTuple):
     """How tokens are drafted. policy: keeps no state; None: they are looked up (`kvjax.engine.lookup`). tokens: of a
@@ -387,7 +390,7 @@ def decode(
         hot, copied = count_fetched(hot.replace(tiles=tiles, now=now), fetched)
     reads, empty = _count_reads(listed, lengths, spec, num_tokens, cache.shards)
     if empty is not None:  # a row that reads nothing somewhere has no next token
-        hidden = jnp.where((active & (empty > 0))[:, None, None], jnp.nan, hidden).astype(hidden.dtype)
+        hidden = jnp.where((active & empty)[:, None, None], jnp.nan, hidden).astype(hidden.dtype)
     if tables:
         reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
     after = cache.replace(layers=layers, hot=hot, lengths=jnp.where(active, lengths, cache.lengths))
@@ -465,9 +468,9 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 
 def _count_reads(
     listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards = ONE_DEVICE
-) -> tuple[AttentionStats, Int[Array, "B"] | None]:
+) -> tuple[AttentionStats, Bool[Array, "B"] | None]:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them
-    attends. And how many of the lists have no key of the sequence; None if there are none.
+    attends. And whether a list has no key of the sequence; None if there are no lists.
 
     listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted
     together, because separate counts would need a launch each. shards: of a mesh; then the KV heads of all devices
@@ -483,22 +486,22 @@ def _count_reads(
     for layer, blocks in zip(spec.paged, listed, strict=True):
         if blocks is not None:
             kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape, spec.layers[layer].copies), []).append(blocks.ids)
-    sums: dict[int, tuple[Array, ...]] = {}  # by copies: one exchange for all kinds
+    sums: dict[int, AttentionStats] = {}  # by copies: one exchange for all kinds
     empty = None
     for (size, window, _, copies), ids in kinds.items():
         counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
         sums[copies] = jax.tree.map(jnp.add, sums[copies], counted) if copies in sums else counted
     for copies, counted in sums.items():
-        *of_lists, without_keys = shards.over_heads(copies, *counted)
-        reads = jax.tree.map(jnp.add, reads, AttentionStats(*of_lists))
-        empty = without_keys if empty is None else empty + without_keys
+        blocks, keys = shards.over_heads(copies, counted.blocks, counted.keys)
+        empty = blocks < 0 if empty is None else empty | (blocks < 0)
+        reads = jax.tree.map(jnp.add, reads, AttentionStats(jnp.maximum(blocks, 0), keys))
     return reads, empty
 
 
 def _count_listed(
     ids: Int[Array, "B L *T K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
-) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
-    """Blocks listed, keys attended, and lists that have no key of the sequence."""
+) -> AttentionStats:
+    """Blocks listed, far below 0 in a row of which a list has no key, and keys attended."""
     if ids.ndim == 5:  # a list per query, which reads only up to its own token
         lengths, num_tokens = lengths[:, None] - num_tokens + 1 + jnp.arange(num_tokens, dtype=jnp.int32), 1
         lengths = lengths[:, None, :, None, None]
@@ -506,8 +509,8 @@ def _count_listed(
         lengths = lengths[:, None, None, None]
     keys = keys_listed(ids, size, window, lengths, num_tokens)
     lists, of_list = tuple(range(1, ids.ndim)), keys.sum(axis=-1, dtype=jnp.int32)
-    counted = (ids >= 0).sum(lists, dtype=jnp.int32), of_list.sum(lists[:-1], dtype=jnp.int32)
-    return *counted, (of_list == 0).sum(lists[:-1], dtype=jnp.int32)
+    blocks, empty = (ids >= 0).sum(lists, dtype=jnp.int32), (of_list == 0).any(lists[:-1])
+    return AttentionStats(jnp.where(empty, NO_KEYS, blocks), of_list.sum(lists[:-1], dtype=jnp.int32))
 
 
 def _count_frames(

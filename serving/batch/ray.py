@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from kvjax.scheduler.rounds import Rounds
 from kvjax.serving.batch.file_jobs import FileJob, complete
 from kvjax.serving.batch.files import BYTES, DIGEST, Reading, numbered
 from kvjax.serving.batch.job import answer_records, describe_job
@@ -212,7 +213,7 @@ class Replica:
             yield {"result": [json.dumps({UNREAD: str(error)})]}
             return
         for result in self._results(records):
-            yield {"result": [json.dumps(vars(result))]}
+            yield {"result": [json.dumps(vars(result) | {"rounds": result.rounds.kept})]}
 
     def _results(self, records: list[Record]) -> Iterator[Result]:
         if self._begun("block", records[0].line) <= DEATHS:
@@ -269,7 +270,7 @@ def _result(text: str) -> Result:
     fields = json.loads(text)
     if UNREAD in fields:
         raise ValueError(fields[UNREAD])
-    return Result(**fields)
+    return Result(**fields | {"rounds": Rounds(tuple(fields["rounds"]))})
 
 
 def _blocks(left: Mapping[int, Spot], slots: int, replicas: int) -> list[dict[str, Any]]:

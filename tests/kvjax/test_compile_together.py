@@ -28,6 +28,7 @@ PAGE = 16
 LEAVES = """
 import functools, jax, sys, threading
 from kvjax import compilation
+from kvjax.serving import cli
 from kvjax.serving.cli import app
 class Slow:
     def __call__(self): pass
@@ -36,9 +37,9 @@ class Slow:
 begun, status = sys.argv[1], {"3": 3, "None": None}[sys.argv[2]]
 if begun == "begun":
     compilation.CompileAhead().begin("key", lambda: [functools.partial(Slow())])
-app.main = lambda: sys.exit(status)
+app.main = lambda commands: sys.exit(status)
 print("said")
-app.run_and_leave()
+cli.run_and_leave()
 """
 
 

@@ -129,9 +129,8 @@ def test_keys_are_those_that_the_policy_lists(policy):
     for layer in range(2):
         ctx = SelectContext(table, rows, layer=layer, num_layers=2, page_size=128, sm_scale=0.5)
         blocks, _ = policy.select(jnp.ones((len(lengths), 1, 4, 4)), PagedKV(Pages(keys, keys), index), ctx, ())
-        read = (
-            _count_reads((blocks,), rows, CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),)), 1).keys // 2
-        ).tolist()
+        spec = CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),))
+        read = (_count_reads((blocks,), rows, spec, 1)[0].keys // 2).tolist()
         said = [policy.keys_read(length, layer, 128) for length in lengths]
         assert read == [length if count is None else count for length, count in zip(lengths, said, strict=True)]
 
