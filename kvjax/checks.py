@@ -141,9 +141,8 @@ class TokenIds(Sequence[int]):
         if isinstance(tokens, np.ndarray | jax.Array):
             array = np.array(tokens) if np.issubdtype(tokens.dtype, np.integer) or not tokens.size else None
             return cls(array) if array is not None and array.ndim == 1 else None
-        if isinstance(tokens, bytes | bytearray | memoryview) or not hasattr(
-            tokens, "__getitem__"
-        ):  # the items of bytes are numbers, but not ids
+        # The items of bytes are numbers, but not ids.
+        if isinstance(tokens, bytes | bytearray | memoryview) or not hasattr(tokens, "__getitem__"):
             return None
         try:
             kinds = set(map(type, tokens))

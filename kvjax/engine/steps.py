@@ -390,7 +390,7 @@ def decode(
         hot, copied = count_fetched(hot.replace(tiles=tiles, now=now), fetched)
     reads, empty = _count_reads(listed, lengths, spec, num_tokens, cache.shards)
     if empty is not None:  # a row that reads nothing somewhere has no next token
-        hidden = jnp.where((active & empty)[:, None, None], jnp.nan, hidden).astype(hidden.dtype)
+        hidden = jnp.where((active & empty)[:, None, None], jnp.nan, hidden)
     if tables:
         reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
     after = cache.replace(layers=layers, hot=hot, lengths=jnp.where(active, lengths, cache.lengths))

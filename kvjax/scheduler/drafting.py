@@ -75,14 +75,11 @@ class Drafting:
     def __init__(self, drafts: Sequence[Draft], page_size: int):
         self._launches: list[Launch | None] = [None]  # of steps first
         self._long: dict[int, int] = {}  # of shorter rounds: which long ones they may take the place of
-        shorter = [each._replace(tokens=SHORT) for each in drafts if each.policy is not None and each.tokens > SHORT]
-        for draft in (*drafts, *shorter):
-            # The two in flight write to as many pages as one launch: a page's end may lie within them, but not two.
-            tokens, most = BY_LOOKUP if draft.policy is None else BY_POLICY
-            rounds = max(1, min(most * tokens // draft.tokens if draft in shorter else most, (page_size + 1) // (2 * draft.tokens)))
-            if draft in shorter:
-                self._long[len(self._launches)] = next(at for at, each in enumerate(drafts, 1) if each.policy == draft.policy)
-            self._launches.append(Launch(rounds, None, rounds * draft.tokens, draft))
+        self._launches += [_launch(each, page_size) for each in drafts]
+        for long, draft in enumerate(drafts, 1):
+            if draft.policy is not None and draft.tokens > SHORT:
+                self._long[len(self._launches)] = long
+                self._launches.append(_launch(draft._replace(tokens=SHORT), page_size))
         self._best = self._now = self._running = 0  # what is fastest, what is timed, and what the latest launch was
         self._pace: dict[int, float] = {}  # seconds of a token
         self._round: dict[int, tuple[float, float]] = {}  # tokens that stay in a round, and its seconds
@@ -178,3 +175,11 @@ class Drafting:
     def interrupted(self) -> None:
         """Something else runs before the next launch ends."""
         self._last = None
+
+
+def _launch(draft: Draft, page_size: int) -> Launch:
+    """A launch of rounds, but for its `ends`. Two in flight write to as many pages as one launch of steps: a page's end
+    may lie within them, but not two."""
+    _, most = BY_LOOKUP if draft.policy is None else BY_POLICY
+    rounds = max(1, min(most, (page_size + 1) // (2 * draft.tokens)))
+    return Launch(rounds, None, rounds * draft.tokens, draft)

@@ -515,7 +515,8 @@ class Scheduler:
             return group is not None and group.launch is not None and self.engine.has_program(group)
 
         rounds = self._drafting_of(batch.policy).next(ready)
-        if self._pending and not (rounds is not None and goes_on and batch.continues(rounds)) and (rounds is not None or goes_on):
+        ahead = goes_on and rounds is not None and batch.continues(rounds)
+        if self._pending and not ahead and (goes_on or rounds is not None):
             self._read()  # the time of steps is not that of the rounds after them
         group = None if rounds is None else batch.group(1, rounds, longest)
         return group and batch.with_history(group)
